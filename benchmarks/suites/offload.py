@@ -32,7 +32,7 @@ from benchmarks.harness.variants import DeepSpeedLoop, Job, Loop, deepspeed, flo
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from benchmarks.suites.optimizer import measure_host_adam
 from zeroshard.memory import available_host_memory
-from zeroshard.optim import default_threads
+from zeroshard.optim.cpu.apply import default_threads
 from zeroshard.planner.free_memory import FreeMemory
 from zeroshard.train.metrics import flops_per_token
 

@@ -33,7 +33,9 @@ import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.training import Memory
 from benchmarks.harness.trials import Trials, make_parser, parse
-from zeroshard.optim import AdamHyperparams, load_kernels, step
+from zeroshard.optim import step
+from zeroshard.optim.cpu.kernels import load_kernels
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 NEEDED = 28  # bytes a parameter
 MAX_COPIED = 2**28  # elements of the copy

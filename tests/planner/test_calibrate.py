@@ -18,6 +18,7 @@ from ranks import RanksFailed, run_processes
 
 from zeroshard.memory.disk.disk import Disk
 from zeroshard.memory.disk.file import DiskError
+from zeroshard.optim.cpu import apply
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
 from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates
@@ -301,8 +302,8 @@ def test_without_native_kernels_torchs_update_is_measured(monkeypatch: pytest.Mo
     plain = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: stepped.append(plain(self)))
     assert node_rates.update_rate(BRIEF / 10, max_numel=1000) > 0
-    assert not stepped or node_rates.load_kernels() is None
-    monkeypatch.setattr(node_rates, "load_kernels", lambda: None)
+    assert not stepped or apply.load_kernels() is None
+    monkeypatch.setattr(apply, "load_kernels", lambda: None)
     assert node_rates.update_rate(BRIEF / 10, max_numel=1000) > 0
     assert stepped
 

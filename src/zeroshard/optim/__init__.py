@@ -1,9 +1,8 @@
 """The user's optimizer on shards: slices, the step, fused and offloaded updates."""
 
-from zeroshard.optim.cpu.apply import default_threads
-from zeroshard.optim.cpu.kernels import load_kernels
+from zeroshard.optim.cpu.apply import make_adam_update
 from zeroshard.optim.fused_adam.fused_adam import SUPPORTED_DTYPES
-from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, AdamHyperparams, is_supported
+from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, is_supported
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel, state_after_first_step, state_bytes_per_element
 from zeroshard.optim.state_dict import allocate_state, check_shardable_states
@@ -11,15 +10,13 @@ from zeroshard.optim.state_dict import allocate_state, check_shardable_states
 __all__ = [
     "ADAM_STATE_KEYS",
     "SUPPORTED_DTYPES",
-    "AdamHyperparams",
     "ShardedOptimizer",
     "allocate_state",
     "check_optimizer",
     "check_shardable_states",
-    "default_threads",
     "is_elementwise",
     "is_supported",
-    "load_kernels",
+    "make_adam_update",
     "max_slice_numel",
     "state_after_first_step",
     "state_bytes_per_element",

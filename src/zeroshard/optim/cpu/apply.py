@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from zeroshard.optim.cpu.kernels import (
     KernelThreads,
     Rounding,
     beta_powers_on_gpu,
+    load_kernels,
 )
 from zeroshard.optim.cpu.rounding import detect_torch_rounding
 from zeroshard.optim.cpu.staging import PinnedStaging
@@ -343,3 +344,22 @@ def default_threads() -> int:
     """Return this rank's share of the CPUs minus two: one launches device work, one runs backward."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_world_size() - 2)
+
+
+def make_adam_update(numel: int) -> Callable[[], object]:
+    """Return a function that updates ``numel`` new parameters as an offloaded step with AdamW does, to be measured.
+
+    The gradient and the copy of the parameters are in bf16.
+
+    >>> update = make_adam_update(1000)
+    """
+    states = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+    kernels = load_kernels()
+    if kernels is None:  # an offloaded step would use torch's AdamW
+        parameter = torch.nn.Parameter(states[0])
+        parameter.grad = torch.randn(numel)
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+        return lambda: optimizer.step()
+    hyperparams, threads = AdamHyperparams(lr=1e-3, weight_decay=0.1), default_threads()
+    gradient, copied = torch.randn(numel).bfloat16(), torch.zeros(numel, dtype=torch.bfloat16)
+    return lambda: kernels.adam(*states, gradient, hyperparams, out=states, step=10, copy=copied, threads=threads)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import MeshAxis, all_gather_sync
 from zeroshard.memory import Disk, DiskError, aligned_buffer, available_host_memory
-from zeroshard.optim import AdamHyperparams, default_threads, load_kernels
+from zeroshard.optim import make_adam_update
 from zeroshard.planner.calibration.device_rates import host_seconds
 from zeroshard.planner.machines.machine import Link, Machine, round_measurement
 
@@ -30,18 +30,7 @@ LARGE_BYTES = {"cuda": 2**28, "cpu": 2**22}  # bandwidth dominates
 def update_rate(seconds: float, max_numel: int = UPDATE_NUMEL) -> float:
     """Return how many parameters/s this process updates with AdamW as in an offloaded step, with bf16 in and out."""
     numel = max(1000, min(max_numel, UPDATE_NUMEL, available_host_memory() // (4 * 28) or UPDATE_NUMEL))
-    states = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
-    kernels = load_kernels()
-    if kernels is None:  # an offloaded step would use torch's AdamW
-        parameter = torch.nn.Parameter(states[0])
-        parameter.grad = torch.randn(numel)
-        optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-        return numel / host_seconds(lambda: optimizer.step(), seconds)
-    hyperparams, threads = AdamHyperparams(lr=1e-3, weight_decay=0.1), default_threads()
-    gradient, copy = torch.randn(numel).bfloat16(), torch.zeros(numel, dtype=torch.bfloat16)
-    return numel / host_seconds(
-        lambda: kernels.adam(*states, gradient, hyperparams, out=states, step=10, copy=copy, threads=threads), seconds
-    )
+    return numel / host_seconds(make_adam_update(numel), seconds)
 
 
 def disk_rates(directory: str | os.PathLike[str], seconds: float, max_bytes: int = DISK_FILE_BYTES) -> dict[str, float]:
