@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness.record import Record, Result, describe, failure
 
 TIMED_OUT = "no result after"
@@ -117,8 +119,6 @@ def catch_out_of_memory(measure: Measure, **arguments: Any) -> Result:
     try:
         return measure(**arguments)
     except Exception as error:
-        import torch
-
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
             cause = cause.__cause__ or cause.__context__
@@ -130,7 +130,8 @@ def catch_out_of_memory(measure: Measure, **arguments: Any) -> Result:
 def make_parser(description: str | None, timeout: float = 150.0, **numbers: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all suites have, and with options for whole numbers and their defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU runs in seconds, to check the suite")
     parser.add_argument("--out", type=Path, help="write a record of the run as JSON")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all trials together")
@@ -138,12 +139,3 @@ def make_parser(description: str | None, timeout: float = 150.0, **numbers: int)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="(default: %(default)s)")
     return parser
-
-
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and choose the device if none is named."""
-    import torch
-
-    found = parser.parse_args(argv)
-    found.device = found.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return found

@@ -33,7 +33,7 @@ from benchmarks.harness.collectives import ECHO, Traffic
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import Result, machine, median, ratio, spread
 from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, time_steps
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import PEERS, VARIANTS, Job, precision
 from benchmarks.harness.workloads import FLOORS, ON_CPU, ON_GPU, WORKLOADS, Workload
 from zeroshard.train.metrics import peak_flops
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="and the floor")
     parser.add_argument("--ranks", type=int, default=0, help="real processes over gloo, on a CPU")
     parser.add_argument("--backend", choices=(ECHO, "fake"), default=ECHO, help="of one rank of many")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     if chosen.ranks > 1 and chosen.device != "cpu":
         parser.error(f"--ranks {chosen.ranks} needs a CPU, where ranks run over gloo: give --device cpu")
     trials = Trials("peers", measure, chosen)

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.harness.record import Result, failure, gigabytes, ratio
 from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, state_bytes
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
 from zeroshard import Offload
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--machine", type=Path, help="a machine's JSON, instead of calibrating")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("planner", measure, chosen, device=chosen.device)
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.machine or Path(folder, "machine.json")

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.harness.collectives import ECHO
 from benchmarks.harness.record import Result, failure, median
 from benchmarks.harness.training import one_rank
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import VARIANTS, Job
 from benchmarks.harness.workloads import Workload
 from benchmarks.suites.peers import measure_variant, use_one_thread
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=15, repeats=1)
     parser.add_argument("--only", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(COMPARED))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     given = {"device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny}
     trials, slopes = Trials("scaling", measure, chosen, **given), []
     for axis in chosen.only:

@@ -20,7 +20,7 @@ import torch
 import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.training import Memory, measure_steps, one_rank, state_bytes
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from zeroshard.planner import predict_memory
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run all stages and print a table."""
     parser = make_parser(__doc__, world=64, batch=2)
     parser.add_argument("--model", default="1.4b", choices=list(PRESETS))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     shape = WORKLOADS["tiny"] if chosen.tiny else Workload.gpt(PRESETS[chosen.model], 0)
     work = replace(shape, batch=chosen.batch, ranks=chosen.world)
     trials = Trials("stages", measure, chosen, shape=asdict(work), device=chosen.device, steps=4)
@@ -79,7 +79,7 @@ def buckets(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", choices=GPTS, default=["1.4B, batch 16", "7.6B, batch 4"])
     parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=STAGES[2:])
     parser.add_argument("--powers", nargs="*", type=int, default=POWERS, help="of two, in elements")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials, table = Trials("buckets", measure, chosen), []
     print(f"one rank of 64\n{NO_NETWORK}")
     for row in ["tiny"] if chosen.tiny else chosen.rows:
