@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from benchmarks.harness.collectives import ECHO
@@ -87,7 +88,7 @@ class Growth:
             runs = [self.found[variant, size] for variant in self.variants]
             values = [(key, median(each, key)) for each in runs for key in figures]
             cells = [value / 1e6 if value and key in ("allocated", "reserved") else value for key, value in values]
-            note = next((why for each in runs if (why := failure(each[-1]))), "")
+            note = next((why for run in chain(*runs) if (why := failure(run))), "")
             rows.append([count(self.axis, work), *cells, note])
         return heads, rows
 
