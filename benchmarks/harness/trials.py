@@ -87,7 +87,8 @@ def run_process(measure: Measure, arguments: dict[str, Any], seconds: float) -> 
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         process = context.Process(target=_run_trial, args=(measure, arguments, result, log))
-        # one thread on a CPU, where the host's work counts; torch.set_num_threads is too late for oneDNN's threads
+        # one thread on a CPU: threads that wait for each other would count as the host's work. torch.set_num_threads
+        # is too late for oneDNN's threads
         threads = {"OMP_NUM_THREADS": "1"} if arguments.get("device") == "cpu" else {}
         with STARTING, unittest.mock.patch.dict(os.environ, threads):
             process.start()
