@@ -34,7 +34,6 @@ from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from benchmarks.suites.optimizer import measure_host_adam
 from zeroshard.memory import available_host_memory
 from zeroshard.optim import default_threads
-from zeroshard.planner import FreeMemory
 from zeroshard.train.metrics import flops_per_token
 
 recomputed = partial(ours, activations={}, defragment=False)
@@ -190,9 +189,14 @@ TINY = Workload("frugal gpt", layers=1, heads=2, width=32, batch=1, sequence=8, 
 
 def measure_space(device: str, directory: str | None) -> Result:
     """Return the free bytes of the tiers, in a process that uses the device."""
-    free = FreeMemory.measure(torch.device(device), torch.nn.Module(), directory)
-    disk = max(0.0, free.disk_bytes - LEFT_ON_DISK)
-    return {"device": free.device_bytes, "host": free.host_bytes, "disk": disk}
+    found: Result = {}
+    if device == "cuda":
+        torch.zeros(1, device=device)
+        found["device"] = torch.cuda.mem_get_info()[0]
+    if directory is not None:
+        disk = os.statvfs(directory)
+        found["disk"] = max(0.0, disk.f_bavail * disk.f_frsize - LEFT_ON_DISK)
+    return {**found, "host": available_host_memory()}
 
 
 def measure_depth(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.record import Result, failure, gigabytes, ratio
-from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, state_bytes
+from benchmarks.harness.training import Memory, StateBytes, alone, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
@@ -132,7 +132,8 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
         options = {"clip": 1.0 if chosen.clip else None, "offload": chosen.offload, "precision": chosen.precision}
         job = Job(chosen, device, mesh)
         training = ours(job, chosen.stage, chosen.strategy.checkpoint_options, **options)
-        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": state_bytes(training.model)}
+        states = StateBytes(training.model, training.optimizer)
+        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": states.total}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 
 import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
-from benchmarks.harness.training import Memory, measure_steps, one_rank, state_bytes
+from benchmarks.harness.training import Memory, StateBytes, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
@@ -44,11 +44,12 @@ def measure(
         sizes = predict_memory(work.build(), ranks=work.ranks, stage=stage, precision=precision(device))
     with one_rank(device, (work.ranks,)) as mesh, Memory(device) as memory:
         training = ours(Job(work, device, mesh), stage, activations, defragment=False, **options)
+        states = StateBytes(training.model, training.optimizer)
         measured = measure_steps(training, memory, warmup=2, steps=steps, seconds=SECONDS)
-        states, report = state_bytes(training.model), zeroshard.report(training.model)
+        report = zeroshard.report(training.model)
     held = {kind: nbytes.peak for (kind, tier), nbytes in report.memory.items() if tier == "device"}
     counts = {"communicated": report.communicated, "collectives": sum(k.count for k in report.collectives.values())}
-    return {**measured, "states": states, "predicted": sizes.state_bytes, "held": held, **counts}
+    return {**measured, "states": states.total, "predicted": sizes.state_bytes, "held": held, **counts}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
