@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness.record import Record, Result, describe, failure
 
 TIMED_OUT = "no result after"
@@ -120,6 +118,8 @@ def catch_out_of_memory(measure: Measure, **arguments: Any) -> Result:
     try:
         return measure(**arguments)
     except Exception as error:
+        import torch
+
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
             cause = cause.__cause__ or cause.__context__
@@ -131,6 +131,8 @@ def catch_out_of_memory(measure: Measure, **arguments: Any) -> Result:
 def make_parser(description: str | None, timeout: float = 150.0, **numbers: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all suites have, and with options for whole numbers and their defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    import torch
+
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU runs in seconds, to check the suite")
