@@ -41,11 +41,7 @@ class Record:
 
     def show(self, name: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table and keep it. None leaves a cell empty."""
-        cells = [list(heads), *([cell(value) for value in row] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [" | ".join(map(str.ljust, row, widths)) for row in cells]
-        rule = "|".join("-" * (width + 2) for width in widths)
-        print(f"| {lines[0]} |\n|{rule}|", *(f"| {line} |" for line in lines[1:]), sep="\n")
+        print(markdown(heads, rows, is_padded=True))
         self._tables[name] = {"heads": list(heads), "rows": [list(row) for row in rows]}
         self._write()
 
@@ -125,12 +121,14 @@ def failure(result: Result) -> str:
     return str(words.splitlines()[-1]) if words else ""
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as Markdown."""
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], is_padded: bool = False) -> str:
+    """Return a table as Markdown, with columns of equal width if it is padded."""
     lines = [heads, *([cell(value) for value in row] for row in rows)]
     escaped = [[" ".join(words.split()).replace("|", "\\|") for words in line] for line in lines]
-    first, *rest = ("| " + " | ".join(line) + " |" for line in escaped)
-    return "\n".join([first, "|" + "---|" * len(heads), *rest])
+    widths = [max(map(len, column)) if is_padded else 0 for column in zip(*escaped, strict=True)]
+    first, *rest = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in escaped)
+    rule = "|".join("-" * max(3, width + 2) for width in widths)
+    return "\n".join([first, f"|{rule}|", *rest])
 
 
 def cell(value: object) -> str:

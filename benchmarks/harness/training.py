@@ -163,8 +163,20 @@ def measure_steps(
     return {**measured, **memory.peak()}
 
 
-def state_bytes(model: Any) -> int:
-    """Return the bytes of a model's states under zeroshard, with the gradients as they are when the optimizer steps."""
-    held = zeroshard.report(model).memory.items()
-    gradients = sum(nbytes.peak for (kind, _), nbytes in held if kind == "gradients")
-    return gradients + sum(nbytes.now for (kind, _), nbytes in held if kind in STATES)
+class StateBytes:
+    """The bytes of a model's states under zeroshard, with the gradients as they are when the optimizer steps."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._model, self._gradients = model, 0
+        optimizer.register_step_pre_hook(self._count_gradients)
+
+    def _count_gradients(self, *_: object) -> None:
+        self._gradients = self._sum(["gradients"])
+
+    def _sum(self, kinds: Sequence[str]) -> int:
+        held = zeroshard.report(self._model).memory
+        return sum(nbytes.now for (kind, _), nbytes in held.items() if kind in kinds)
+
+    @property
+    def total(self) -> int:
+        return self._gradients + self._sum(STATES)

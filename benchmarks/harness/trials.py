@@ -85,7 +85,8 @@ def run_process(measure: Measure, arguments: dict[str, Any], seconds: float) -> 
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         process = context.Process(target=_run_trial, args=(measure, arguments, result, log))
-        # one thread on a CPU, where the host's work counts; torch.set_num_threads is too late for oneDNN's threads
+        # one thread on a CPU: threads that wait for each other would count as the host's work. torch.set_num_threads
+        # is too late for oneDNN's threads
         threads = {"OMP_NUM_THREADS": "1"} if arguments.get("device") == "cpu" else {}
         with STARTING, unittest.mock.patch.dict(os.environ, threads):
             process.start()
@@ -130,7 +131,10 @@ def catch_out_of_memory(measure: Measure, **arguments: Any) -> Result:
 def make_parser(description: str | None, timeout: float = 150.0, **numbers: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all suites have, and with options for whole numbers and their defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    import torch
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU runs in seconds, to check the suite")
     parser.add_argument("--out", type=Path, help="write a record of the run as JSON")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all trials together")
@@ -138,12 +142,3 @@ def make_parser(description: str | None, timeout: float = 150.0, **numbers: int)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="(default: %(default)s)")
     return parser
-
-
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and choose the device if none is named."""
-    import torch
-
-    found = parser.parse_args(argv)
-    found.device = found.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return found

@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from benchmarks.harness.training import Trainer
-from benchmarks.harness.workloads import ACCUMULATED, FLOORS, KEPT, OWN, Workload
+from benchmarks.harness.workloads import ACCUMULATED, FLOORS, KEPT, OWN, STD, Workload
 
-STD = 0.02  # of all values, if they are drawn
 DEEPSPEED_BUCKET = 500_000_000  # elements, its default
 
 

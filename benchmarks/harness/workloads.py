@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS, GPTPreset
 
+STD = 0.02  # of values that are drawn
 SHARDED = ("floor", "FSDP2", "DeepSpeed 3", "zeroshard 3")
 STAGES = tuple(f"zeroshard {stage}" for stage in range(4))
 REPLICATED = ("floor", "DDP", "FSDP2", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3", *STAGES)
@@ -168,13 +169,8 @@ class Experts(nn.Module):
     def __init__(self, width: int, experts: int = 8) -> None:
         super().__init__()
         self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
-        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for matrix in (self.up, self.down):
-            nn.init.normal_(matrix, std=0.02)
+        self.up = nn.Parameter(STD * torch.randn(experts, width, 4 * width))
+        self.down = nn.Parameter(STD * torch.randn(experts, 4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)
@@ -205,13 +201,8 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Linear, rank: int = 16) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.empty(rank, base.in_features))
-        self.up = nn.Parameter(torch.empty(base.out_features, rank))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.down, std=0.02)
-        nn.init.zeros_(self.up)
+        self.down = nn.Parameter(STD * torch.randn(rank, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)

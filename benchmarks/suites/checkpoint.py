@@ -28,7 +28,7 @@ import torch.distributed as dist
 import zeroshard
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import Record, Result, describe, ratio
-from benchmarks.harness.trials import make_parser, parse
+from benchmarks.harness.trials import make_parser
 from benchmarks.harness.variants import Job, Loop, fsdp2, ours
 from benchmarks.harness.workloads import Workload
 from zeroshard.checkpoint.async_save import Snapshot
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, **SHAPE, repeats=3)
     parser.add_argument("--ranks", type=int, help="(default: 1 on a GPU, 2 on a CPU)")
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     count = chosen.ranks or (1 if chosen.device == "cuda" else 2)
     shape = {name: getattr(chosen, name) for name in SHAPE} | (TINY if chosen.tiny else {})
     shape = {"place": "alone", "sequence": shape.pop("context"), **shape}

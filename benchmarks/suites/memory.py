@@ -29,7 +29,7 @@ import torch
 from benchmarks.harness.record import Result, gigabytes, median, ratio, spread
 from benchmarks.harness.search import find_largest
 from benchmarks.harness.training import Memory, measure_steps, one_rank
-from benchmarks.harness.trials import Trials, catch_out_of_memory, make_parser, parse
+from benchmarks.harness.trials import Trials, catch_out_of_memory, make_parser
 from benchmarks.harness.variants import Job, Loop, fsdp2, ours
 from benchmarks.harness.workloads import GPTS, WORKLOADS
 
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", choices=GPTS, help="(default: all but tiny)")
     parser.add_argument("--steps", type=int, help="steps measured (default: 4, or 200 with --stress)")
     parser.add_argument("--stress", action="store_true", help=f"sequences of varying length instead, at {STRESSED}")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("memory", measure, chosen, device=chosen.device)
     print("one rank of 64")
     if chosen.stress:
@@ -207,7 +207,7 @@ def activations(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=("steps", "batches"), help="one of the two tables")
     parser.add_argument("--frugal", action="store_true", help="for the largest batch: the loss one sequence at a time")
     parser.add_argument("--memory", type=float, help="GB, for the largest batch; otherwise host memory limits it")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("activations", measure_mode, chosen, device=chosen.device)
     rows = ["tiny"] if chosen.tiny else chosen.rows
     print("one rank of 64")

@@ -19,6 +19,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,30 @@ import torch
 
 import zeroshard
 from benchmarks.harness.record import Result, failure, gigabytes, median, ratio, spread
-from benchmarks.harness.training import Memory, alone, measure_steps
-from benchmarks.harness.trials import Trials, make_parser, parse
-from benchmarks.harness.variants import DeepSpeedLoop, Job, Loop, deepspeed, floor, fsdp2, ours
+from benchmarks.harness.training import Memory, Trainer, alone, measure_steps
+from benchmarks.harness.trials import Trials, make_parser
+from benchmarks.harness.variants import DeepSpeedLoop, Job, deepspeed, floor, fsdp2, ours
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from benchmarks.suites.optimizer import measure_host_adam
 from zeroshard.memory import available_host_memory
 from zeroshard.optim.cpu.apply import default_threads
-from zeroshard.planner.free_memory import FreeMemory
 from zeroshard.train.metrics import flops_per_token
 
-OURS: dict[str, tuple[Any, float | None]] = {  # name → (offload, norm that gradients are clipped to)
-    "zeroshard": ("host", None),
-    "zeroshard, speculate=False": ({"optimizer": "host", "speculate": False}, None),
-    "zeroshard, clipped to 1.0": ("host", 1.0),
+recomputed = partial(ours, activations={}, defragment=False)
+OURS = {
+    "zeroshard": partial(recomputed, offload="host"),
+    "zeroshard, speculate=False": partial(recomputed, offload={"optimizer": "host", "speculate": False}),
+    "zeroshard, clipped to 1.0": partial(recomputed, offload="host", clip=1.0),
 }
-PEERS = ("FSDP2, CPUOffloadPolicy", "DeepSpeed ZeRO-2, CPU")
+PEERS: dict[str, Callable[[Job], Trainer]] = {
+    "FSDP2, CPUOffloadPolicy": partial(fsdp2, offload=True),
+    "DeepSpeed ZeRO-2, CPU": partial(deepspeed, stage=2, offload=True),
+}
 VARIANTS = ("device floor", "host floor", *OURS, *PEERS)
-FRACTIONS = {f"{part:g} on the host": ({"optimizer": ("host", part)}, None) for part in (0.0, 0.25, 0.5, 0.75, 1.0)}
+FRACTIONS = {
+    f"{part:g} on the host": partial(recomputed, offload={"optimizer": ("host", part)})
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0)
+}
 WARMUP = 4  # steps: zeroshard speculates from the third, and allocates memory for it then
 
 
@@ -61,17 +68,8 @@ def measure_step(row: str, variant: str, device: str, steps: int) -> Result:
         return measure_host_floor(work.config.parameters)
     before = available_host_memory()
     with alone(device) as mesh, Memory(device) as memory:
-        job = Job(work, device, mesh)
-        training: Loop | DeepSpeedLoop
-        if variant == "device floor":
-            training = floor(job)
-        elif variant in OURS | FRACTIONS:
-            offload, clip = (OURS | FRACTIONS)[variant]
-            training = ours(job, 3, {}, clip=clip, offload=offload, defragment=False)
-        elif variant.startswith("FSDP2"):
-            training = fsdp2(job, offload=True)
-        else:
-            training = deepspeed(job, 2, offload=True)
+        trainers = {"device floor": floor, **OURS, **FRACTIONS, **PEERS}
+        training: Any = trainers[variant](Job(work, device, mesh))
         measured = measure_steps(training, memory, WARMUP, steps)
         if variant in OURS | FRACTIONS:
             measured |= peak_by_tier(training.model)
@@ -191,9 +189,14 @@ TINY = Workload("frugal gpt", layers=1, heads=2, width=32, batch=1, sequence=8, 
 
 def measure_space(device: str, directory: str | None) -> Result:
     """Return the free bytes of the tiers, in a process that uses the device."""
-    free = FreeMemory.measure(torch.device(device), torch.nn.Module(), directory)
-    disk = max(0.0, free.disk_bytes - LEFT_ON_DISK)
-    return {"device": free.device_bytes, "host": free.host_bytes, "disk": disk}
+    found: Result = {}
+    if device == "cuda":
+        torch.zeros(1, device=device)
+        found["device"] = torch.cuda.mem_get_info()[0]
+    if directory is not None:
+        disk = os.statvfs(directory)
+        found["disk"] = max(0.0, disk.f_bavail * disk.f_frsize - LEFT_ON_DISK)
+    return {**found, "host": available_host_memory()}
 
 
 def measure_depth(
@@ -277,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, choices=list(HEADS), default=4096, help="of the largest model")
     parser.add_argument("--disk", type=float, help="GB of the disk that may be used (default: all but 4)")
     parser.add_argument("--directory", type=Path, default=Path(), help="for states on disk")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("offload", measure, chosen)
     print("one rank alone")
     for section in chosen.only:

@@ -32,7 +32,7 @@ from torch import nn
 import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.training import Memory
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from zeroshard.optim import step
 from zeroshard.optim.cpu.kernels import load_kernels
 from zeroshard.optim.hyperparams import AdamHyperparams
@@ -116,7 +116,7 @@ def update(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--billions", type=float, default=1.4, help="parameters")
     parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--clip", action="store_true", help="clip before each step; the norm itself is not timed")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("update", measure_update, chosen)
     numel = (10_000 if chosen.tiny else int(chosen.billions * 1e9)) // (64 * UNITS) * 64 * UNITS
     given = {"numel": numel, "device": chosen.device, "clip": chosen.clip, "precision": chosen.precision}
@@ -201,7 +201,7 @@ def host_adam(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, timeout=240, numel=100_000_000, repeats=9)
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--threads", nargs="*", type=int, default=sorted({1, max(1, cores // 2), cores}))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials, table = Trials("host_adam", measure_host_adam, chosen), []
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     kinds = [kind for kind in chosen.kinds if has_deepspeed or not kind.startswith("DeepSpeed")]

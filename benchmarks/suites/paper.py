@@ -22,7 +22,7 @@ import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.search import Found, find_largest
 from benchmarks.harness.training import Memory, measure_steps, one_rank
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import WORKLOADS, Workload
 from zeroshard.presets import CONFIGURATIONS
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--figures", nargs="*", type=int, choices=(6, 7), default=(7, 6))
     names = list(FIGURE_6)
     parser.add_argument("--configurations", nargs="*", choices=names, default=names, help="of Figure 6")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("paper", measure, chosen, device=chosen.device, limit=TINY_LIMIT if chosen.tiny else LIMIT)
     print(f"one rank of {MESH[0]} × {MESH[1]}")
     for number in chosen.figures:

@@ -33,7 +33,7 @@ from benchmarks.harness.collectives import ECHO, Traffic
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import Result, machine, median, ratio, spread
 from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, time_steps
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import PEERS, VARIANTS, Job, precision
 from benchmarks.harness.workloads import FLOORS, ON_CPU, ON_GPU, WORKLOADS, Workload
 from zeroshard.train.metrics import peak_flops
@@ -55,7 +55,6 @@ def measure(
     row: str, variant: str, device: str, steps: int, tiny: bool = False, over: int = 0, backend: str = ECHO
 ) -> Result:
     """Run one variant of a workload, in this process or, ``over`` several ranks, in theirs."""
-    use_one_thread(device)
     work = choose(row, tiny, over)
     if work.place == "ranks":
         with one_rank(device, (work.ranks,), backend=ECHO) as mesh:
@@ -71,7 +70,7 @@ def measure_rank(row: str, variant: str, steps: int, tiny: bool) -> Result:
     Memory is not measured here: torch's profiler does not see what gloo's threads free, so that FSDP2 and DeepSpeed
     seemed to hold more with every step; and if it stops during a collective, the process may crash.
     """
-    use_one_thread("cpu")
+    torch.set_num_threads(1)  # threads that wait for each other would count as work
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     training = VARIANTS[variant](Job(choose(row, tiny, mesh.size()), "cpu", mesh))
     for _ in range(WARMUP["cpu"]):
@@ -113,12 +112,6 @@ def count_flops(work: Workload) -> Result:
         "tensors": len(parameters),
         "flops": counter.get_total_flops() * work.accumulate,
     }
-
-
-def use_one_thread(device: str) -> None:
-    """On a CPU, measure the work of the host: threads that wait for each other would count as work."""
-    if device == "cpu":
-        torch.set_num_threads(1)
 
 
 def open_mesh(work: Workload, device: str, backend: str) -> AbstractContextManager[DeviceMesh]:
@@ -169,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="and the floor")
     parser.add_argument("--ranks", type=int, default=0, help="real processes over gloo, on a CPU")
     parser.add_argument("--backend", choices=(ECHO, "fake"), default=ECHO, help="of one rank of many")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     if chosen.ranks > 1 and chosen.device != "cpu":
         parser.error(f"--ranks {chosen.ranks} needs a CPU, where ranks run over gloo: give --device cpu")
     trials = Trials("peers", measure, chosen)

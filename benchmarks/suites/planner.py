@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.record import Result, failure, gigabytes, ratio
-from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, state_bytes
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.training import Memory, StateBytes, alone, measure_steps, one_rank
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
 from zeroshard import Offload
@@ -132,7 +132,8 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
         options = {"clip": 1.0 if chosen.clip else None, "offload": chosen.offload, "precision": chosen.precision}
         job = Job(chosen, device, mesh)
         training = ours(job, chosen.stage, chosen.strategy.checkpoint_options, **options)
-        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": state_bytes(training.model)}
+        states = StateBytes(training.model, training.optimizer)
+        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": states.total}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--machine", type=Path, help="a machine's JSON, instead of calibrating")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials = Trials("planner", measure, chosen, device=chosen.device)
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.machine or Path(folder, "machine.json")

@@ -16,15 +16,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from benchmarks.harness.collectives import ECHO
 from benchmarks.harness.record import Result, failure, median
 from benchmarks.harness.training import one_rank
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import VARIANTS, Job
 from benchmarks.harness.workloads import Workload
-from benchmarks.suites.peers import measure_variant, use_one_thread
+from benchmarks.suites.peers import measure_variant
 
 COMPARED = ("floor", "FSDP2", "zeroshard 3")
 SIZES = {"ranks": (1, 4, 16, 64, 256, 1024), "depth": (12, 24, 48, 96, 192), "parameters": (1, 4, 16, 64)}
@@ -47,22 +48,19 @@ def point(axis: str, size: int, device: str, tiny: bool = False) -> Workload:
 
 def measure(axis: str, size: int, variant: str, device: str, steps: int, tiny: bool = False) -> Result:
     """Run one point in this process."""
-    use_one_thread(device)
     work = point(axis, size, device, tiny)
     with one_rank(device, (work.ranks,), backend=ECHO) as mesh:
         return measure_variant(Job(work, device, mesh), variant, steps)
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return slope and intercept of the least-squares line, None if there is none.
+def fit_line(points: Sequence[tuple[float, float]]) -> statistics.LinearRegression | None:
+    """Return the least-squares line, None if there is none.
 
     >>> fit_line([(1, 5.0), (2, 7.0), (3, 9.0)])
-    (2.0, 3.0)
+    LinearRegression(slope=2.0, intercept=3.0)
     """
-    if len({x for x, _ in points}) < 2:
-        return None
-    line = statistics.linear_regression(*zip(*points, strict=True))
-    return line.slope, line.intercept
+    has_line = len({x for x, _ in points}) > 1
+    return statistics.linear_regression(*zip(*points, strict=True)) if has_line else None
 
 
 def count(axis: str, work: Workload) -> int:
@@ -87,7 +85,7 @@ class Growth:
             runs = [self.found[variant, size] for variant in self.variants]
             values = [(key, median(each, key)) for each in runs for key in figures]
             cells = [value / 1e6 if value and key in ("allocated", "reserved") else value for key, value in values]
-            note = next((why for each in runs if (why := failure(each[-1]))), "")
+            note = next((why for run in chain(*runs) if (why := failure(run))), "")
             rows.append([count(self.axis, work), *cells, note])
         return heads, rows
 
@@ -96,12 +94,13 @@ class Growth:
         table, floor = [], self._line("floor", "host_ms") if "floor" in self.variants else None
         for variant in self.variants:
             host, step = self._line(variant, "host_ms"), self._line(variant, "ms")
-            above = 1e3 * (host[0] - floor[0]) if host and floor else None
-            cells = [1e3 * host[0] if host else None, above, 1e3 * step[0] if step else None, host[1] if host else None]
-            table.append([f"a {self.axis.removesuffix('s')}" if self.axis != "depth" else "a block", variant, *cells])
+            above = 1e3 * (host.slope - floor.slope) if host and floor else None
+            slopes = [1e3 * line.slope if line else None for line in (host, step)]
+            one = "a block" if self.axis == "depth" else f"a {self.axis.removesuffix('s')}"
+            table.append([one, variant, slopes[0], above, slopes[1], host.intercept if host else None])
         return table
 
-    def _line(self, variant: str, key: str) -> tuple[float, float] | None:
+    def _line(self, variant: str, key: str) -> statistics.LinearRegression | None:
         known = [(count(self.axis, work), median(self.found[variant, size], key)) for size, work in self.points.items()]
         return fit_line([(x, y) for x, y in known if y is not None])
 
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=15, repeats=1)
     parser.add_argument("--only", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(COMPARED))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     given = {"device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny}
     trials, slopes = Trials("scaling", measure, chosen, **given), []
     for axis in chosen.only:

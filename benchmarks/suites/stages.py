@@ -19,8 +19,8 @@ import torch
 
 import zeroshard
 from benchmarks.harness.record import Result, gigabytes, ratio
-from benchmarks.harness.training import Memory, measure_steps, one_rank, state_bytes
-from benchmarks.harness.trials import Trials, make_parser, parse
+from benchmarks.harness.training import Memory, StateBytes, measure_steps, one_rank
+from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from zeroshard.planner import predict_memory
@@ -44,18 +44,19 @@ def measure(
         sizes = predict_memory(work.build(), ranks=work.ranks, stage=stage, precision=precision(device))
     with one_rank(device, (work.ranks,)) as mesh, Memory(device) as memory:
         training = ours(Job(work, device, mesh), stage, activations, defragment=False, **options)
+        states = StateBytes(training.model, training.optimizer)
         measured = measure_steps(training, memory, warmup=2, steps=steps, seconds=SECONDS)
-        states, report = state_bytes(training.model), zeroshard.report(training.model)
+        report = zeroshard.report(training.model)
     held = {kind: nbytes.peak for (kind, tier), nbytes in report.memory.items() if tier == "device"}
     counts = {"communicated": report.communicated, "collectives": sum(k.count for k in report.collectives.values())}
-    return {**measured, "states": states, "predicted": sizes.state_bytes, "held": held, **counts}
+    return {**measured, "states": states.total, "predicted": sizes.state_bytes, "held": held, **counts}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all stages and print a table."""
     parser = make_parser(__doc__, world=64, batch=2)
     parser.add_argument("--model", default="1.4b", choices=list(PRESETS))
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     shape = WORKLOADS["tiny"] if chosen.tiny else Workload.gpt(PRESETS[chosen.model], 0)
     work = replace(shape, batch=chosen.batch, ranks=chosen.world)
     trials = Trials("stages", measure, chosen, shape=asdict(work), device=chosen.device, steps=4)
@@ -79,7 +80,7 @@ def buckets(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", choices=GPTS, default=["1.4B, batch 16", "7.6B, batch 4"])
     parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=STAGES[2:])
     parser.add_argument("--powers", nargs="*", type=int, default=POWERS, help="of two, in elements")
-    chosen = parse(parser, argv)
+    chosen = parser.parse_args(argv)
     trials, table = Trials("buckets", measure, chosen), []
     print(f"one rank of 64\n{NO_NETWORK}")
     for row in ["tiny"] if chosen.tiny else chosen.rows:
