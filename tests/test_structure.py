@@ -237,3 +237,30 @@ def test_no_class_name_means_two_things() -> None:
     trees = modules().values()
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, number in names.items() if number > 1] == []
+
+
+MAX_CLASS_LINES, MAX_ATTRIBUTES, MAX_ARGUMENTS = 265, 16, 5  # about 250 and 15 are enough for one mechanism
+
+
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """Return the names of attributes that a class assigns to self."""
+    stored = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def constructor_arguments(cls: ast.ClassDef) -> int:
+    """Return the number of arguments of a class's own constructor."""
+    own = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return sum(len(node.args.args) + len(node.args.kwonlyargs) - 1 for node in own)
+
+
+def test_a_class_can_be_read_in_one_sitting() -> None:
+    classes = [node for tree in modules().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {
+        cls.name: ((cls.end_lineno or 0) - cls.lineno + 1, len(attributes(cls)), constructor_arguments(cls))
+        for cls in classes
+        if (cls.end_lineno or 0) - cls.lineno >= MAX_CLASS_LINES
+        or len(attributes(cls)) > MAX_ATTRIBUTES
+        or constructor_arguments(cls) > MAX_ARGUMENTS
+    }
+    assert found == {}
