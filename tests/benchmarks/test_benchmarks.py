@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_processes
 
 from benchmarks.harness import record, search, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
@@ -65,6 +66,7 @@ def trials_of(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **opt
     return trials.Trials("subject", importlib.import_module("subject").measure, argparse.Namespace(**given))
 
 
+@pytest.mark.slow
 def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     code = """
@@ -174,7 +176,7 @@ def test_a_search_is_not_led_astray_by_a_line_that_bends() -> None:
     assert (found.fits, found.fails) == (35, 36)
 
 
-def test_a_search_ends_after_so_many_attempts() -> None:
+def test_a_search_ends_after_the_given_attempts() -> None:
     found = search.find_largest(lambda size: {"allocated": 1, "reserved": 1}, (4, 8), 1e9, attempts=4)
     assert found.fits == 32 and found.error is not None and found.error.startswith("ended after 4 attempts")
 
@@ -347,7 +349,9 @@ def test_the_papers_figures(
     space=st.fixed_dictionaries({tier: st.floats(1e9, 1e12) for tier in ("device", "host", "disk")}),
     taken=st.fixed_dictionaries({tier: st.floats(0, 1e9) for tier in ("device", "host")}),
 )
-def test_tiers_hold_every_byte_and_are_filled_alike(psi: int, space: dict[str, float], taken: dict[str, float]) -> None:
+def test_tiers_hold_every_byte_and_are_filled_equally(
+    psi: int, space: dict[str, float], taken: dict[str, float]
+) -> None:
     filled = offload.fill(psi, space, taken)
     assert sum(filled.held.values()) == pytest.approx(16 * psi + sum(taken.values()))
     on_host, on_disk = filled.optimizer.get("host", 0), filled.optimizer.get("disk", 0)
@@ -428,7 +432,20 @@ def test_the_update_alone(
         optimizer.measure_update("one pass", 9216, "cpu", 1, False, "bf16")
 
 
-def test_checkpoints_are_saved_and_loaded_by_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def measure_rank(rank: int, measure: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Be one rank of a benchmark, in a process that has torch imported already."""
+    return measure(**arguments)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_saved_and_loaded_by_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_pooled(measure: Any, ranks: int, backend: str, **arguments: Any) -> dict[str, Any]:
+        assert backend == "gloo"
+        return dict(json.loads(json.dumps(run_processes(ranks, measure_rank, measure, arguments)[0])))
+
+    monkeypatch.setattr(checkpoint, "run_ranks", run_pooled)
     (result,) = run(checkpoint.main, tmp_path, "--repeats", "1", "--directory", str(tmp_path))
     psi = 2 * 12 * 64**2  # and a little more
     assert result["ranks"] == 2 and 12 * psi < result["bytes"] < 15 * psi
@@ -441,7 +458,7 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(tmp_path: Path, capsys: p
         (optimizer.host_adam, ["--threads", "1", "--kinds", "copy of memory", "torch fused, bf16"]),
         (planner.main, ["--cases", "0.4B, fp32", "2.7B, stage 1 of 16"]),
         (offload.main, ["--only", "fractions", "--steps", "1", "--repeats", "1"]),
-        (paper.main, ["--figures", "7", "--parallel", "1"]),
+        pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
         (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
         (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
     ],

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from live import allocated_bytes
-from plain import Net, batches, make_net, net_loss, split
+from plain import Net, adamw_in_groups, batches, make_net, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -37,19 +37,9 @@ PLAIN = None
 WORLDS = {(world, stage) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)}
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, and an epsilon above the gradients' rounding."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
-
-
 def made(stage: int | None, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     model = make_net(0, blocks=1) if model is None else copy.deepcopy(model)
-    optimizer = adamw(model)
+    optimizer = adamw_in_groups(model)
     return (model, optimizer) if stage is PLAIN else zeroshard.shard(model, optimizer, stage=stage, **options)
 
 
@@ -300,6 +290,7 @@ def keys_of(file: Path) -> list[str]:
         return list(opened.keys())
 
 
+@pytest.mark.slow
 def test_files_are_safetensors_and_json_and_nothing_is_pickled(
     written: dict[Source, tuple[Path, Everything, Everything]],
 ) -> None:
@@ -542,7 +533,7 @@ def at_wrong_moments(rank: int, path: Path) -> None:
     with pytest.raises(zeroshard.CheckpointError, match=r"gradients of 1 backwards since the last step.*step\(\)"):
         zeroshard.save(path, model, optimizer)
     optimizer.step()
-    zeroshard.save(path, model, optimizer)  # gradients that have been used are no loss
+    zeroshard.save(path, model, optimizer)  # gradients that have been used are not lost
     net_loss(model, split(batches(1)[0], rank, 2)).backward()
     optimizer.zero_grad()
     zeroshard.save(path, model, optimizer)
@@ -587,7 +578,7 @@ def test_tensors_that_share_memory_are_each_kept_whole(wait: bool, tmp_path: Pat
     assert torch.equal(other.weight, model.weight) and torch.equal(result.extra["rows"], model.weight[:1])
 
 
-def test_keys_of_extra_that_read_alike_stay_apart(tmp_path: Path) -> None:
+def test_keys_of_extra_that_print_equally_stay_apart(tmp_path: Path) -> None:
     zeroshard.save(tmp_path, nn.Linear(1, 1), extra={"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
     extra = zeroshard.load(tmp_path, nn.Linear(1, 1)).extra
     assert extra["a.b"].tolist() == [1, 1] and extra["a"]["b"].tolist() == [0, 0]
@@ -682,7 +673,7 @@ def bounded(rank: int, path: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_saving_and_loading_take_one_bounded_buffer_beside_the_shards(tmp_path: Path) -> None:
+def test_saving_and_loading_take_one_bounded_buffer_besides_the_shards(tmp_path: Path) -> None:
     for saving, loading, left in run_processes(2, bounded, tmp_path):  # shards of 48 MiB each
         assert saving <= (BLOCKS_IN_FLIGHT + 1) * BLOCK_BYTES
         assert 0 <= left - 2 * 48 * 2**20 <= 2**16  # the optimizer's states, which are there now
@@ -784,7 +775,7 @@ def test_a_path_that_holds_nothing_is_refused(tmp_path: Path) -> None:
         zeroshard.load(tmp_path, make_net(0, blocks=1))
 
 
-# ------------------------------------------------------------------------------------------------ beside training
+# ------------------------------------------------------------------------------------------------ during training
 
 
 def asynchronous(rank: int, world: int, path: Path, stage: int) -> tuple[Everything, Everything]:
@@ -809,7 +800,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(stage: int, tmp_path: Pa
 
 
 def copied_late(rank: int, path: Path) -> tuple[bool, Everything, Everything]:
-    """The copy is made beside the next forward and backward; the step waits for it."""
+    """The copy is made during the next forward and backward; the step waits for it."""
     from zeroshard.checkpoint import async_save
 
     model, optimizer = made(3)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import adamw_in_groups
 from ranks import run_processes, run_threads, seeded
 from safetensors.torch import load_file, save_file
 from test_checkpoint import everything, parameters
@@ -166,19 +167,9 @@ def gpt(seed: int = 0, **options: Any) -> GPT:
         return GPT(GPTConfig(**{**CONFIG.__dict__, **options}))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, and an epsilon above the gradients' rounding."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
-
-
 def made(place: Place, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     model = gpt() if model is None else model
-    optimizer = adamw(model)
+    optimizer = adamw_in_groups(model)
     if place[1] is PLAIN:
         return model, optimizer
     names = ("replicate", "shard", "tensor")[-len(place[0]) :]
@@ -273,6 +264,7 @@ def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(pl
     torch.testing.assert_close(mean(losses for _, losses in results), sources[-1][2], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data-parallel ranks: nothing is read whole and turned."""
     path, saved, _ = written[(2, 2), 1]
@@ -283,6 +275,7 @@ def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monke
         run_threads(1, loaded_parameters, ((1, 1), 3), path)
 
 
+@pytest.mark.slow
 def test_a_rank_without_elements_of_a_tensor_reads_nothing_of_it(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +314,7 @@ def pass_through(rank: int, source: Path, target: Path) -> Everything:
     with seeded(1):
         model = Few()
     plan = {"few": ColwiseParallel()}
-    sharded, optimizer = zeroshard.shard(model, adamw(model), mesh=mesh, stage=1, tensor_plan=plan)
+    sharded, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh, stage=1, tensor_plan=plan)
     zeroshard.load(source, sharded, optimizer)
     zeroshard.save(target, sharded, optimizer)
     return everything(sharded, optimizer)
@@ -330,7 +323,7 @@ def pass_through(rank: int, source: Path, target: Path) -> Everything:
 @pytest.mark.slow
 def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     plain = Few()
-    optimizer = adamw(plain)
+    optimizer = adamw_in_groups(plain)
     plain().backward()
     optimizer.step()
     zeroshard.save(tmp_path / "a", plain, optimizer)
@@ -338,7 +331,7 @@ def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     for loaded in run_threads(4, pass_through, tmp_path / "a", tmp_path / "b"):
         assert_same(loaded, saved)
     other = Few()
-    optimizer = adamw(other)
+    optimizer = adamw_in_groups(other)
     zeroshard.load(tmp_path / "b", other, optimizer)
     assert_same(everything(other, optimizer), saved)
 
@@ -425,7 +418,7 @@ def read_frozen(rank: int, path: Path) -> Everything:
 
 
 @pytest.mark.slow
-def test_saves_beside_training_without_what_is_frozen_from_masters(tmp_path: Path) -> None:
+def test_saves_during_training_without_what_is_frozen_from_masters(tmp_path: Path) -> None:
     saved = run_processes(2, save_frozen, tmp_path / "a")[0]
     assert saved["blocks.0.mlp.down.weight"].dtype == torch.float32
     kept = {name: p.detach() for name, p in gpt(seed=5).named_parameters() if "mlp." not in name}

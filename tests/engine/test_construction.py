@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_beyond, live_bytes
-from plain import assert_close, assert_equal, full_parameters
+from plain import assert_close, assert_equal, full_parameters, train_steps
 from ranks import run_processes, run_threads, seeded
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -47,15 +47,8 @@ def gpt_batches(steps: int) -> list[torch.Tensor]:
     return [torch.randint(50, (4, 8), generator=generator) for _ in range(steps)]
 
 
-def train_gpt(model, optimizer, data) -> list[float]:
-    losses = []
-    for tokens in data:
-        loss = model(tokens, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def gpt_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens, tokens)
 
 
 # --------------------------------------------------------------------------------------------- it is a model
@@ -74,7 +67,7 @@ def test_a_model_from_meta_trains_like_the_plain_model_of_the_same_values(stage:
         assert not any(p.is_meta for p in model.parameters())
         assert (model.head.weight is model.tokens.weight) == tied
         first = full_parameters(model)
-        train_gpt(model, optimizer, [tokens.chunk(2)[rank] for tokens in data])
+        train_steps(model, optimizer, [tokens.chunk(2)[rank] for tokens in data], gpt_loss)
         return first, full_parameters(model)
 
     for first, last in run_threads(2, body):
@@ -83,7 +76,7 @@ def test_a_model_from_meta_trains_like_the_plain_model_of_the_same_values(stage:
         with torch.no_grad():
             for name, value in first.items():
                 state[name].copy_(value)
-        train_gpt(plain, momentum(plain), data)
+        train_steps(plain, momentum(plain), data, gpt_loss)
         assert_close(last, {name: p.detach() for name, p in plain.named_parameters()}, 1e-5)
 
 
@@ -143,7 +136,7 @@ def test_differently_seeded_real_models_end_with_rank_0_s_values() -> None:
         assert_equal(values, wanted)
 
 
-def test_modules_that_are_real_keep_their_values_beside_modules_from_meta() -> None:
+def test_real_modules_keep_their_values_next_to_modules_from_meta() -> None:
     real = nn.Linear(4, 4)
 
     def body(rank: int):
@@ -271,7 +264,7 @@ class TiedWithBias(nn.Module):
         return self.head(x)
 
 
-def test_a_borrowed_weight_beside_an_own_bias_works_or_is_an_error_naming_the_module() -> None:
+def test_a_borrowed_weight_with_an_own_bias_works_or_is_an_error_naming_the_module() -> None:
     def body(rank: int):
         model = on_meta(TiedWithBias)
         try:

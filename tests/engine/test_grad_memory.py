@@ -11,7 +11,7 @@ import pytest
 import torch
 from live import live_bytes
 from one_pass import in_one_pass
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, simple_loop, split
+from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_steps
 from ranks import run_processes, run_threads
 from torch import nn
 
@@ -38,7 +38,7 @@ def sharded(stage: int) -> tuple[Any, Any]:
 
 def trained_plainly(data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model, optimizer = plain()
-    simple_loop(model, optimizer, data)
+    train_steps(model, optimizer, data)
     return dict(model.named_parameters())
 
 
@@ -93,7 +93,7 @@ def test_gradients_take_it_piece_by_piece(stage: int, world: int, pieces: int) -
         assert found == [number * found[-1] // pieces for number in range(1, pieces + 1)]
 
 
-def test_of_many_layers_a_piece_is_no_larger_than_one_has_whole_but_for_some_number_of_pieces() -> None:
+def test_a_piece_of_many_layers_is_at_most_as_large_as_one_layer_up_to_some_number_of_pieces() -> None:
     for layer, ranks, pieces in [(5, 64, 4), (24, 8, 4), (48, 8, 6), (96, 8, 12), (192, 8, 16), (3, 1, 3)]:
         assert len(set(assign_segments([7] * layer, shard_count=ranks))) == pieces
 
@@ -338,7 +338,7 @@ def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
 
 
 class Remembering(torch.optim.Optimizer):
-    """Goes by the gradient before, too, of which it keeps no copy."""
+    """Also uses the gradient before, and keeps no copy of it."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -366,7 +366,7 @@ def test_an_optimizer_may_keep_the_gradients_it_was_given(stage: int, world: int
         return full_parameters(model)
 
     model = copy.deepcopy(NET)
-    simple_loop(model, Remembering(model.parameters()), batches(4))
+    train_steps(model, Remembering(model.parameters()), batches(4))
     for parameters in run_threads(world, body):
         assert_close(parameters, dict(model.named_parameters()))
 

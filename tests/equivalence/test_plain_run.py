@@ -19,8 +19,8 @@ from plain import (
     run_plain,
     run_rank,
     run_stages,
-    simple_loop,
     split,
+    train_steps,
 )
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -108,7 +108,7 @@ def odd() -> Odd:
 
 @functools.cache
 def net() -> nn.Module:
-    """A net without small values: Adam makes steps of one size, so errors are to be seen beside values of that size."""
+    """A net without small values: Adam makes steps of one size, so errors show next to values of that size."""
     model = make_net()
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -170,23 +170,13 @@ def run_by_default() -> dict[int, dict[str, torch.Tensor]]:
 
 
 def test_losses_are_those_of_the_plain_run() -> None:
-    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> list[float]:
-        found = []
-        for batch in data:
-            loss = net_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
     def body(rank: int) -> list[float]:
         model = copy.deepcopy(net())
         model, optimizer = zeroshard.shard(model, of_all("AdamW")(model))
-        return losses(model, optimizer, [split(batch, rank, 3) for batch in batches(STEPS)])
+        return train_steps(model, optimizer, [split(batch, rank, 3) for batch in batches(STEPS)])
 
     model = copy.deepcopy(net())
-    plain = losses(model, of_all("AdamW")(model), batches(STEPS))
+    plain = train_steps(model, of_all("AdamW")(model), batches(STEPS))
     mean = [sum(of_ranks) / 3 for of_ranks in zip(*run_threads(3, body), strict=True)]
     assert mean == pytest.approx(plain, rel=1e-6)
 
@@ -351,9 +341,9 @@ def test_step_hooks_run_around_every_step(stage: int) -> None:
         model, optimizer = zeroshard.shard(model, inner, stage=stage)
         optimizer.register_step_pre_hook(lambda *_: events.append("before"))
         handle = optimizer.register_step_post_hook(lambda *_: events.append("after"))
-        simple_loop(model, optimizer, batches(1))
+        train_steps(model, optimizer, batches(1))
         handle.remove()
-        simple_loop(model, optimizer, batches(1))
+        train_steps(model, optimizer, batches(1))
         return events
 
     assert run_threads(2, body) == [["before", "inner", "after", "before", "inner"]] * 2
@@ -431,7 +421,7 @@ def test_no_two_parameters_share_a_tensor_in_the_state_dict(world: int) -> None:
     def body(rank: int) -> None:
         model = copy.deepcopy(net())
         model, optimizer = zeroshard.shard(model, of_all("Adam")(model))
-        simple_loop(model, optimizer, batches(1))
+        train_steps(model, optimizer, batches(1))
         tensors = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         assert len({id(tensor) for tensor in tensors}) == len(tensors) > 3
 
@@ -443,7 +433,7 @@ def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: in
     def body(rank: int) -> dict[str, Any]:
         model = copy.deepcopy(net())
         model, optimizer = zeroshard.shard(model, of_all("Adam")(model), stage=stage)
-        simple_loop(model, optimizer, batches(2))
+        train_steps(model, optimizer, batches(2))
         return zeroshard.full_state(optimizer, "nothing")
 
     for state in run_threads(2, body):
@@ -453,7 +443,7 @@ def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: in
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_loaded_state_dict_brings_its_hyperparameters(stage: int) -> None:
+def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
     def body(rank: int) -> list[float]:
         model = copy.deepcopy(net())
         saved = torch.optim.Adam(copy.deepcopy(net()).parameters(), lr=0.125).state_dict()
@@ -484,7 +474,7 @@ def test_a_state_dict_of_other_groups_is_refused() -> None:
 def test_an_optimizer_with_states_goes_on_where_it_was(kind: str, base: Any, world: int) -> None:
     model = copy.deepcopy(base())
     optimizer = of_all(kind)(model)
-    simple_loop(model, optimizer, batches(STEPS, seed=5))
+    train_steps(model, optimizer, batches(STEPS, seed=5))
     saved = copy.deepcopy(optimizer.state_dict())
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -525,7 +515,7 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
     data = batches(STEPS + 1)
     model = copy.deepcopy(base())
     optimizer = of_all("Adam")(model)
-    simple_loop(model, optimizer, data[:-1])
+    train_steps(model, optimizer, data[:-1])
     net_loss(model, data[-1]).backward()
     states = {name: optimizer.state[p] for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -535,7 +525,7 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
         model = copy.deepcopy(base())
         model, optimizer = zeroshard.shard(model, of_all("Adam")(model), stage=stage, bucket_size=100)
         assert all(zeroshard.full_gradient(model, name) is None for name in gradients)
-        simple_loop(model, optimizer, parts[:-1])
+        train_steps(model, optimizer, parts[:-1])
         net_loss(model, parts[-1]).backward()
         assert_close({name: zeroshard.full_gradient(model, name) for name in gradients}, gradients)
         for name, state in states.items():

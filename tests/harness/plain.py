@@ -71,11 +71,20 @@ def split(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return batch.chunk(world)[rank]
 
 
-def train_plain(
-    model: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train without sharding on global batches; return losses and final parameters."""
-    optimizer = make_optimizer(model)
+def adamw_in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with two groups of parameters, and an epsilon above the rounding of gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+
+
+def train_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
+) -> list[float]:
+    """Run one step per batch; return the losses. Like every loop here, it works for plain and for sharded models."""
     losses = []
     for batch in data:
         loss = loss_of(model, batch)
@@ -83,6 +92,14 @@ def train_plain(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def train_plain(
+    model: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train without sharding on global batches; return losses and final parameters."""
+    losses = train_steps(model, make_optimizer(model), data, loss_of)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -98,13 +115,7 @@ def train_sharded(
     """Train one rank's part of each batch; return this rank's losses and the full final parameters."""
     model = copy.deepcopy(model)
     model, optimizer = zeroshard.shard(model, make_optimizer(model), **options)
-    losses = []
-    for batch in data:
-        loss = loss_of(model, split(batch, rank, world))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_steps(model, optimizer, [split(batch, rank, world) for batch in data], loss_of)
     return losses, full_parameters(model)
 
 
@@ -138,16 +149,8 @@ def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], Any]
 
 
-def simple_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-    """Run one step per batch. Like every loop here, it works for plain and for sharded models and optimizers."""
-    for batch in data:
-        net_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def run_plain(
-    base: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loop: Loop = simple_loop
+    base: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loop: Loop = train_steps
 ) -> dict[str, torch.Tensor]:
     """Run a loop without sharding on global batches; return the final parameters."""
     model = copy.deepcopy(base)
@@ -161,7 +164,7 @@ def run_rank(
     base: nn.Module,
     make_optimizer: MakeOptimizer,
     data: list[torch.Tensor],
-    loop: Loop = simple_loop,
+    loop: Loop = train_steps,
     mesh_shape: tuple[int, ...] | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
@@ -178,7 +181,7 @@ def run_stages(
     base: nn.Module,
     make_optimizer: MakeOptimizer,
     data: list[torch.Tensor],
-    loop: Loop = simple_loop,
+    loop: Loop = train_steps,
     stages: tuple[int, ...] = (0, 1, 2, 3),
     **options: Any,
 ) -> dict[int, dict[str, torch.Tensor]]:
@@ -207,7 +210,7 @@ def assert_same_training(
     base: nn.Module,
     make_optimizer: MakeOptimizer,
     data: list[torch.Tensor],
-    loop: Loop = simple_loop,
+    loop: Loop = train_steps,
     identical: bool = True,
     relative: float = 1e-6,
     **options: Any,
@@ -227,7 +230,7 @@ def assert_same_training(
 
 
 class Skips(nn.Module):
-    """Three layers, of which only some batches use the second."""
+    """Three layers; only some batches use the second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -173,9 +173,17 @@ def _isolate_threads(on: bool) -> None:
     c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
-def _present_core() -> int:
-    """Return the core that this thread runs on; -1 if unknown."""
-    return int(ctypes.CDLL(None).sched_getcpu()) if sys.platform == "linux" else -1
+def _choose_core() -> int:
+    """Return the core for the ranks of a run: this test worker's own, or the present one; -1 if unknown.
+
+    Workers of pytest-xdist that have a core each must not run their ranks on the same one.
+    """
+    if sys.platform != "linux":
+        return -1
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) <= len(cores):
+        return cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]
+    return int(ctypes.CDLL(None).sched_getcpu())
 
 
 def _stay_on(core: int) -> None:
@@ -196,7 +204,7 @@ class _ThreadRun(Generic[T]):
         self.results: dict[int, T] = {}
         self.accounts: dict[int, str] = {}
         self.abandoned = False  # the caller has continued: threads must not use torch.distributed
-        self._core = _present_core()
+        self._core = _choose_core()
         self._store = HashStore()
         self._states: dict[int, threaded.WorldData] = {}  # each thread's view of torch.distributed
         self._threads = [

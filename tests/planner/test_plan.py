@@ -191,7 +191,7 @@ def plans(memory: str = "80GB", devices: int = 4, **options: Any) -> Plans:
     return plan(gpt(**options.pop("model", {})), devices=devices, machine=NODE, memory=memory, sequence=32, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_every_choice_is_looked_at() -> None:
     found = plans(batch=64)
     chosen = [row.strategy for row in found.fastest_per_strategy()]
@@ -206,10 +206,15 @@ def test_every_choice_is_looked_at() -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def less_and_less() -> list[Plans]:
+    """The plans for devices with less and less memory."""
+    return [plans(memory, batch=32, tensor=1) for memory in ("80GB", "900MB", "750MB")]
+
+
 @pytest.mark.slow
-def test_the_best_is_the_fastest_that_fits() -> None:
-    for memory in ("80GB", "900MB", "750MB"):
-        found = plans(memory, batch=32, tensor=1)
+def test_the_best_is_the_fastest_that_fits(less_and_less: list[Plans]) -> None:
+    for found in less_and_less:
         best = found.best
         assert best is not None
         assert best.memory <= found.machine.memory
@@ -219,9 +224,8 @@ def test_the_best_is_the_fastest_that_fits() -> None:
 
 
 @pytest.mark.slow
-def test_less_memory_never_makes_it_faster() -> None:
-    speeds = [plans(memory, batch=32, tensor=1).best for memory in ("80GB", "900MB", "750MB")]
-    samples = [best.score for best in speeds if best is not None]
+def test_less_memory_never_makes_it_faster(less_and_less: list[Plans]) -> None:
+    samples = [found.best.score for found in less_and_less if found.best is not None]
     assert samples == sorted(samples, reverse=True)
 
 
@@ -311,7 +315,7 @@ def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.Monke
 
 
 class Uneven(nn.Module):
-    """Blocks that look alike, of which the seventh does more."""
+    """Blocks that look equal; the seventh does more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +327,7 @@ class Uneven(nn.Module):
         return x.sum()
 
 
-def test_a_model_whose_blocks_are_not_alike_is_traced_whole() -> None:
+def test_a_model_whose_blocks_differ_is_traced_whole() -> None:
     found = plan(Uneven(), torch.empty(1, 64), devices=1, machine=NODE, batch=64, micro_batch=64, checkpoint="none")
     assert found.best is not None
     traced = trace_model(Uneven(), torch.empty(1, 64), micro_batch=64, precision="bf16")
@@ -347,7 +351,7 @@ class Contrast(nn.Module):
         return torch.logsumexp(z @ z.t(), dim=1).sum()
 
 
-def test_what_is_chosen_fits_though_memory_is_no_straight_line() -> None:
+def test_what_is_chosen_fits_though_memory_is_not_linear() -> None:
     machine = replace(Machine.resolve("cpu", memory="40MB", context=0), devices=1)
     found = plan(Contrast(), torch.empty(1, 64), devices=1, machine=machine)
     best = found.best

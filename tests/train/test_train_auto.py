@@ -250,6 +250,7 @@ def test_offload_is_said_in_the_options_own_words() -> None:
     assert found.sharding.offload == "device"
 
 
+@pytest.mark.slow
 def test_hugging_face_models_and_adapters_are_chosen_for(tmp_path: Path, tiny: str) -> None:
     config = transformers.LlamaConfig(
         vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
