@@ -1,5 +1,6 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
 # make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all: all
+#              test-gpu: those that need a GPU, with several NCCL ranks on it
 # make lint    run ruff and mypy
 # make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches
@@ -13,7 +14,7 @@ PYTEST_ARGS ?= -q -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-slow test-all lint dev clean
+.PHONY: train test test-slow test-gpu test-all lint dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
@@ -24,6 +25,9 @@ test: $(VENV)/.test
 # More workers than cores: these tests wait for processes and timeouts. Files stay together, for their fixtures.
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test-gpu: $(VENV)/.test  # on a machine with a GPU; several NCCL ranks share it if there are not enough
+	$(BIN)/python -m pytest tests/gpu -q
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
