@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,12 @@ def run_ranks(function: Callable[..., Result], ranks: int, backend: str = "gloo"
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "GLOO_SOCKET_IFNAME": loopback}
     with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, environment):
         given = (os.getpid(), folder, function, ranks, backend, arguments)
-        mp.start_processes(_run_rank, given, nprocs=ranks, start_method="spawn")
+        try:
+            mp.start_processes(_run_rank, given, nprocs=ranks, start_method="spawn")
+        except mp.ProcessRaisedException:
+            if (first_error := Path(folder, "error")).exists():
+                raise RuntimeError(first_error.read_text()) from None
+            raise
         return dict(json.loads(Path(folder, "result").read_text()))
 
 
@@ -34,7 +41,12 @@ def _run_rank(
 ) -> None:
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-    found = function(**arguments)  # if it fails, other ranks see this one exit, not before its error is written
+    try:
+        found = function(**arguments)
+    except Exception:
+        with contextlib.suppress(FileExistsError), Path(folder, "error").open("x") as file:  # the first cause of all
+            file.write(f"rank {rank} failed\n{traceback.format_exc()}")
+        raise  # other ranks see this one exit, and fail after it
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
