@@ -16,11 +16,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from benchmarks.harness.collectives import ECHO
-from benchmarks.harness.record import Result, failure, median
+from benchmarks.harness.record import Result, median
 from benchmarks.harness.training import one_rank
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import VARIANTS, Job
@@ -76,6 +75,7 @@ class Growth:
     points: dict[int, Workload]
     variants: Sequence[str]
     found: dict[tuple[str, int], list[Result]]
+    notes: dict[int, dict[str, str]]  # by size and variant: why it has no figures
 
     def table(self, figures: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
         """Return heads and rows with these figures of each point: key of a result → its name in a head."""
@@ -85,7 +85,7 @@ class Growth:
             runs = [self.found[variant, size] for variant in self.variants]
             values = [(key, median(each, key)) for each in runs for key in figures]
             cells = [value / 1e6 if value and key in ("allocated", "reserved") else value for key, value in values]
-            note = next((why for run in chain(*runs) if (why := failure(run))), "")
+            note = next((why for why in self.notes[size].values() if why), "")
             rows.append([count(self.axis, work), *cells, note])
         return heads, rows
 
@@ -115,12 +115,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     trials, slopes = Trials("scaling", measure, chosen, **given), []
     for axis in chosen.only:
         sizes = (TINY if chosen.tiny else SIZES)[axis]
-        for size in sizes:
-            trials.run_variants(chosen.variants, chosen.repeats, axis=axis, size=size)
+        notes = {size: trials.run_variants(chosen.variants, chosen.repeats, axis=axis, size=size) for size in sizes}
         pairs = [(variant, size) for size in sizes for variant in chosen.variants]
         found = {(variant, size): trials.matching(axis=axis, variant=variant, size=size) for variant, size in pairs}
         points = {size: point(axis, size, chosen.device, chosen.tiny) for size in sizes}
-        growth = Growth(axis, points, chosen.variants, found)
+        growth = Growth(axis, points, chosen.variants, found, notes)
         print(f"\n{axis}")
         trials.show(axis, *growth.table(TIMES))
         trials.show(f"{axis}, memory", *growth.table(MEMORY))

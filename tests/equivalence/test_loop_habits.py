@@ -573,3 +573,33 @@ def test_a_gradient_of_a_frozen_parameter_is_refused(stage: int) -> None:
             optimizer.step()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_zero_grad_clears_a_frozen_parameters_gradient_as_torch_does(
+    stage: int, is_grouped: bool, set_to_none: bool
+) -> None:
+    def left_over(is_sharded: bool) -> torch.Tensor | None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        optimizer: Any = torch.optim.SGD([p for p in model.parameters() if is_grouped or p.requires_grad], lr=0.1)
+        if is_sharded:
+            model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+        model[0].weight.grad = torch.ones(2, 2)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        return model[0].weight.grad
+
+    ours, plain = left_over(True), left_over(False)
+    assert (ours is None) == (plain is None) == (is_grouped and set_to_none)
+    assert ours is None or plain is None or torch.equal(ours, plain)
+
+
+def test_replaced_param_groups_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.param_groups = [dict(group, lr=5.0) for group in optimizer.param_groups]
+    with pytest.raises(RuntimeError, match=r"change the groups in place \(optimizer\.param_groups\[0\]\['lr'\] = …\)"):
+        optimizer.step()

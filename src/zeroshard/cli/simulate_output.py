@@ -147,7 +147,7 @@ def _point_to_dict(point: ScalingPoint, tokens: int | None) -> dict[str, Any]:
         "samples_per_second_and_device": point.samples_per_second_per_device,
         "tflops_per_device": point.tflops_per_device,
         "shares": point.time_fractions,
-        "plan": plan_to_dict(point.plan, tokens),
+        "plan": plan_to_dict(point.plan, tokens=tokens),
     }
 
 

@@ -222,7 +222,7 @@ class GradListeners(list["weakref.ref[GradListener]"]):
 
 
 class GradMemory:
-    """Allocates the device memory of one model's gradients: see [Note: freeing gradients between steps]."""
+    """The memory of one model's gradients, and their local sums in it: see [Note: freeing gradients between steps]."""
 
     def __init__(self, flat_grads: Collection[FlatGrad], context: ShardContext) -> None:
         is_partitioned, is_persistent = context.placement.gradients, context.config.offload is not None

@@ -75,7 +75,7 @@ class Gradients:
     def abort_backward(self) -> None:
         """Finish the pending reductions of a backward that raised, and restart the reduce queue."""
         self.wait_reductions()
-        self.reduce_queue.drain()
+        self.reduce_queue.reset()
         with torch.no_grad():
             self._add_untracked_grads()
         if not any(gradient.has_local_sum or gradient.has_shard for gradient in self.flat_grads.values()):

@@ -210,7 +210,8 @@ class _Reduction(NamedTuple):
 class ReduceQueue:
     """The fixed order in which all ranks reduce their units, whatever order each finishes them in.
 
-    It is the reverse of rank 0's first forward, in which backward usually finishes units.
+    Once the ranks have agreed, it is the reverse of rank 0's first forward: backward usually finishes units in that
+    order. Before, it is the reverse of their definition.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -232,10 +233,15 @@ class ReduceQueue:
         return self.order[first : self._position]
 
     def drain(self) -> list[Unit]:
-        """Return the units that were not reduced in this backward, and start again with the first."""
+        """Return the units that were not reduced in this backward, and reset."""
         remaining, self._position = self.order[self._position :], 0
         self._done.clear()
         return remaining
+
+    def reset(self) -> None:
+        """Start again with the first unit: the backward has raised."""
+        self._position = 0
+        self._done.clear()
 
 
 class GradReducer:

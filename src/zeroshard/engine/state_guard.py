@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.engine.parameter import param_info
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back
@@ -18,9 +19,10 @@ from zeroshard.engine.unit_values import edited_params, write_back
 class StateGuard:
     """Guards the parameters, gradients and optimizer states of one model outside forward and backward.
 
-    A step returns while CPU updates, and all-gathers of their results, may be pending. So every access between steps
-    begins with :meth:`prepare_read` or :meth:`prepare_write`, and a write that goes to the master weights ends with
-    :meth:`sync_from_masters`. Changing only gradients takes less: :meth:`invalidate_speculation`.
+    A step returns while CPU updates, and all-gathers of their results, may be pending. So an access between steps
+    begins with :meth:`prepare_read` or :meth:`prepare_write`, and a write to the master weights ends with
+    :meth:`sync_from_masters`. Changing only gradients takes less: :meth:`invalidate_speculation`. ``gathered()`` waits
+    for updates when its block begins, and for readers when it writes.
     """
 
     def __init__(self, context: ShardContext, units: list[Unit], gradients: Gradients) -> None:
@@ -31,7 +33,7 @@ class StateGuard:
         self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
         self.has_loss_scale = False  # set by the optimizer with fp16
-        self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
+        self.frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
     # -- whether they may be used -------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class StateGuard:
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
         with torch._C.DisableTorchFunctionSubclass():
-            unfrozen = [name for flat in self._frozen_flats for name, p in flat.named_parameters if p.requires_grad]
+            unfrozen = [name for flat in self.frozen_flats for name, p in flat.named_parameters if p.requires_grad]
         if unfrozen:
             raise RuntimeError(
                 f"{unfrozen[0]!r} was frozen when shard() was called and requires a gradient now: call "
@@ -81,7 +83,12 @@ class StateGuard:
     def frozen_params_with_grads(self) -> list[str]:
         """Return the names of parameters that were frozen at shard() and have got a gradient since."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [name for flat in self._frozen_flats for name, p in flat.named_parameters if p._grad is not None]
+            return [name for flat in self.frozen_flats for name, p in flat.named_parameters if p._grad is not None]
+
+    def clear_frozen_grads(self, names: Collection[str], set_to_none: bool) -> None:
+        """Clear gradients that the user has set on the named parameters, of those that were frozen at shard()."""
+        named = [p for flat in self.frozen_flats for name, p in flat.named_parameters if name in names]
+        pop_autograd_grads(named) if set_to_none else zero_autograd_grads(named)
 
     def check_not_gathered(self, call: str) -> None:
         """Raise inside gathered(): the parameters there are copies, so ``call`` would not change them."""

@@ -94,11 +94,13 @@ class PinnedBuffer:
         tensor: torch.Tensor,
         device: torch.device,
         run_on_thread: Callable[[Callable[[], None]], None] = _run_on_new_thread,
+        warns: bool = True,
     ) -> None:
+        """``run_on_thread`` calls a function on another thread and waits for it; ``warns``: if pinning fails."""
         self.tensor, self._device = tensor, device
         self.is_pinned = False
         run_on_thread(self._register)  # on this thread, the next kernel would report a failure
-        if not self.is_pinned:
+        if not self.is_pinned and warns:
             warnings.warn(
                 f"could not pin {tensor.nbytes} bytes of host memory, so copies to and from the GPU are slower and do "
                 "not overlap with other work: raise the limit of locked memory (ulimit -l)",

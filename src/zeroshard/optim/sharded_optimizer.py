@@ -22,6 +22,11 @@ from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 
+REPLACED_GROUPS_ERROR = (
+    "optimizer.param_groups was replaced by another list, which zeroshard would not use: change the groups in place "
+    "(optimizer.param_groups[0]['lr'] = …), or call optimizer.load_state_dict()"
+)
+
 
 class _ModeSwitch:
     """Redirects ``train()`` and ``eval()`` of a schedule-free optimizer, on it and on the sharded optimizer.
@@ -168,6 +173,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss, engine, guard = None, self._engine, self._engine.state_guard
         guard.check_states_reloaded()
         guard.check_not_gathered("optimizer.step()")
+        groups: list[Any] = self.param_groups
+        if groups is not self._groups.views:
+            raise RuntimeError(REPLACED_GROUPS_ERROR)
         if closure is not None:
             self._groups.check_frozen_grads()
             with torch.enable_grad():
@@ -203,6 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         guard.invalidate_speculation()
         if not set_to_none:
             guard.wait_updates()
+        if guard.frozen_flats:
+            guard.clear_frozen_grads(self._groups.grouped_names, set_to_none)
         if not self._groups.has_ungrouped:
             gradients.clear(set_to_none)
             return
@@ -269,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state(self, name: str) -> dict[str, Any]:
         """Return the full optimizer state of one parameter, in its original shape. All ranks must call it together."""
         described = self._states.describe([name], f"read the optimizer's state of {name!r}")
-        return self._states.full(name, described[name])
+        return self._states.full(described)[name]
 
     def local_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
         """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""

@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,7 +49,11 @@ class FlatRange:
 
     def param_ranges(self) -> Iterator[tuple[int, Range, Range]]:
         """Yield (parameter index, range in the parameter, range in the shard) for each parameter in the range."""
-        for param_range in self.flat.owned_ranges:
+        ranges = self.flat.owned_ranges  # by their offset, without gaps except padding
+        first = max(bisect_right(ranges, self.span.start, key=attrgetter("offset")) - 1, 0)
+        for param_range in islice(ranges, first, None):
+            if param_range.offset >= self.span.end:
+                return
             span = self.span.intersect(Range(param_range.offset, param_range.offset + param_range.elements.numel))
             if span is not None:
                 yield param_range.param_index, span.shift(param_range.elements.start - param_range.offset), span

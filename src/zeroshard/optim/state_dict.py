@@ -31,7 +31,7 @@ class OptimizerStates:
         """Return the full state dict, as the plain optimizer would. All ranks call it together."""
         param_ids = {name: number for number, name in enumerate(name for names in self._groups.names for name in names)}
         described = self.describe(param_ids, "read the optimizer's state_dict()")
-        states = {param_id: self.full(name, described[name]) for name, param_id in param_ids.items()}
+        states = {param_ids[name]: state for name, state in self.full(described).items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": [param_ids[n] for n in names]}
             for group, names in zip(self._groups.inner.param_groups, self._groups.names, strict=True)
@@ -94,10 +94,15 @@ class OptimizerStates:
                 )
         return ""
 
-    def full(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
-        """Return the full states of a parameter, which has these states. All ranks call it together."""
+    def full(self, described: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the full states of parameters, by name, which have these states. All ranks call it together."""
+        ranges = self._local_ranges(described)
+        return {name: self._full(name, states, ranges[name]) for name, states in described.items()}
+
+    def _full(
+        self, name: str, described: dict[str, Any], ranges: list[tuple[dict[str, Any], Range, int]]
+    ) -> dict[str, Any]:
         flat, index = find_parameter(self._engine.units, name)
-        ranges = self._local_ranges(flat, index)
         result: dict[str, Any] = {}
         for key, value in described.items():
             if not isinstance(value, torch.dtype):
@@ -109,18 +114,17 @@ class OptimizerStates:
             result[key] = assemble_full_tensor(self._engine.comm, flattened, flat, index)
         return result
 
-    def _local_ranges(self, flat: FlatParam, index: int) -> list[tuple[dict[str, Any], Range, int]]:
-        """Return this rank's states of a parameter: (states, range in the parameter, offset in the state tensors)."""
-        frozen = self._groups.frozen_states.get(flat.names[index])
-        if frozen is not None:
-            return [(frozen.elementwise, *place) for place in _owned_param_ranges(flat, index)]
-        return [
-            (self._states[slice_.parameter], within, at)
-            for slice_ in self._groups.all_slices
-            if any(flat_range.flat is flat for flat_range in slice_.flat_ranges)
-            for other, parameter, within, at in slice_.param_ranges()
-            if other is flat and parameter == index
-        ]
+    def _local_ranges(self, names: Iterable[str]) -> dict[str, list[tuple[dict[str, Any], Range, int]]]:
+        """Return this rank's states by parameter: (states, range in the parameter, offset in the state tensors)."""
+        found: dict[str, list[tuple[dict[str, Any], Range, int]]] = {name: [] for name in names}
+        for name in found.keys() & self._groups.frozen_states.keys():
+            states = self._groups.frozen_states[name].elementwise
+            found[name] = [(states, *place) for place in _owned_param_ranges(*find_parameter(self._engine.units, name))]
+        for slice_ in self._groups.all_slices:
+            for flat, parameter, within, at in slice_.param_ranges():
+                if flat.names[parameter] in found:
+                    found[flat.names[parameter]].append((self._states[slice_.parameter], within, at))
+        return found
 
     def local(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
         """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
@@ -162,8 +166,9 @@ class OptimizerStates:
         if not states:
             return
         self.allocate(describe_full_states(states, self._full_shapes()))
+        places = {name: (f, i) for unit in self._engine.units for f in unit.flats for i, name in enumerate(f.names)}
         for name, key, within, values in self.local():
-            flat, index = find_parameter(self._engine.units, name)
+            flat, index = places[name]
             full_state: Any = states.get(name, {}).get(key)
             if is_elementwise(key, full_state, flat.full_shapes[index]):
                 values.copy_(_flatten_local_state(full_state, flat, index)[within.slice])

@@ -27,7 +27,7 @@ from zeroshard.planner.state_sizes import BucketSizes, StateSizes
 from zeroshard.planner.tracing.trace import Trace, TraceSpan, UnshardOrder, split_spans
 from zeroshard.utils.format import format_bytes
 
-RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.01 to 1.09 measured, docs/benchmarks.md
+RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.00 to 1.08 measured, docs/benchmarks.md
 USABLE_HOST_FRACTION = 0.9  # share of host memory for states: the system, data loading and Python need the remainder
 DEVICE_KEPT_INPUTS = 2  # block inputs on the device if kept on the host: one in use, one in transfer
 

@@ -72,11 +72,11 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
         "versions": software_versions(),
         "best": None if best is None else indices[id(best)],
         "rows": [indices[id(plan)] for plan in plans.best_per_strategy()],
-        "plans": [plan_to_dict(plan, tokens) for plan in candidates],
+        "plans": [plan_to_dict(plan, tokens=tokens) for plan in candidates],
     }
 
 
-def plan_to_dict(plan: Plan, tokens: int | None = None) -> dict[str, Any]:
+def plan_to_dict(plan: Plan, *, tokens: int | None = None) -> dict[str, Any]:
     """Return one plan as plain data."""
     footprint = plan.footprint
     offloaded: dict[str, dict[str, float]] = {}

@@ -189,7 +189,7 @@ class StopRequest:
     @staticmethod
     def _exit_when_peer_failed(wakeup_fd: int, error_dir: Path) -> None:
         os.read(wakeup_fd, 1)
-        while not read_errors(error_dir):
+        while not any(error_dir.glob("*.error.json")):
             time.sleep(0.2)
         time.sleep(ERROR_GRACE_SECONDS)
         os._exit(1)
