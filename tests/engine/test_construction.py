@@ -481,3 +481,13 @@ def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
         assert ("would reduce the gradients" if stage == 0 else "partitioned over the ranks") in said[4]
         assert "replicate() would reduce the gradients" in said[5]
         assert all(("another nn.Parameter" if stage == 0 else "partitioned over the ranks") in t for t in said[6:])
+
+
+def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by torchrun, every rank would train a model of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 ranks .* call torch\.distributed\.init_process_group\(\) before"):
+        zeroshard.shard(nn.Linear(2, 2))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model, _ = zeroshard.shard(nn.Linear(2, 2))
+    assert zeroshard.report(model).ranks == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -36,6 +37,13 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
     single = MeshAxis(None, 1, 0)
     if mesh is None:
         has_group = dist.is_available() and dist.is_initialized()
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if not has_group and ranks.isdecimal() and int(ranks) > 1:  # else every rank would train a model of its own
+            raise RuntimeError(
+                f"this process was started as one of {ranks} ranks (WORLD_SIZE), but torch.distributed is not "
+                "initialized: call torch.distributed.init_process_group() before shard(). To shard on this rank alone, "
+                "unset WORLD_SIZE"
+            )
         return [MeshAxis.from_group(dist.group.WORLD if has_group else None)], single
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")

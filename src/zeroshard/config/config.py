@@ -29,8 +29,8 @@ class Config:
 
     stage: int = 3
     """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: also gradients. 3: also
-    parameters. The stage changes memory and traffic, never the numbers. :func:`zeroshard.shard` also accepts "auto" for
-    it, and for ``offload``."""
+    parameters. The stage changes memory and traffic, not the numbers (beyond rounding). :func:`zeroshard.shard` also
+    accepts "auto" for it, and for ``offload``."""
 
     precision: str | None = None
     """None: each parameter is computed and updated in its own dtype. "fp32": everything in fp32. "bf16", "fp16":

@@ -288,7 +288,7 @@ class Engine:
         self.executor.detach_sharded()
 
     def finish_write(self) -> None:
-        """Compute with shards and masters that were written: no backward may use the old values."""
+        """Refresh the parameters from written shards and masters; drop retained units, which have the old values."""
         self.state_guard.sync_from_masters()
         self.release_retained()
 

@@ -1,7 +1,7 @@
 """Hooks: report module events to the engine. The model's code and classes do not change.
 
-The hooks are hidden from torch.compile: a compiled block is unsharded before and resharded after its compiled code,
-which sees plain parameters.
+The hooks are hidden from torch.compile: a compiled block is unsharded before its compiled code, which sees plain
+parameters, and guarded after it.
 
 [Note: losses stored as attributes]
 A loss may depend only on a tensor inside a module: a router's penalty, stored as an attribute. No gradient then arrives

@@ -35,7 +35,8 @@ Full parameters may still be used when their module has returned: by another cal
 a backward. So a unit is resharded only when nothing holds it. Within a pass it is held by running module calls, by
 running operations that use it outside its module, and by the graph that a backward creates (:class:`Hold`). Between
 passes it is *retained* by forwards whose backward may use it without a hook (:meth:`UnitHolds.retain`). An unsharded
-unit without a hold is guarded: its next use belongs to another module call.
+unit that is neither held nor retained for this forward is guarded: its next use belongs to another module call, and the
+guard makes it known.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from zeroshard.memory import SideStream
 class UnitState(enum.Enum):
     """Where a unit's full parameters are.
 
-    A partitioned unit goes SHARDED → UNSHARDING → UNSHARDED → SHARDED. A replicated unit is UNSHARDED, and goes through
-    UNSHARDING when the ranks exchange their updated shards, possibly from STALE.
+    A partitioned unit goes SHARDED → UNSHARDING → UNSHARDED → SHARDED. One that is retained from an earlier pass goes
+    from UNSHARDED to UNSHARDING: it is all-gathered again, because other ranks may not have it any more. A replicated
+    unit is UNSHARDED, and goes through UNSHARDING when the ranks exchange their updated shards, possibly from STALE.
     """
 
     SHARDED = enum.auto()  # only this rank's shard is in memory

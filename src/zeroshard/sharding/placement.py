@@ -21,8 +21,8 @@ class Placement:
     >>> Placement.from_stage(3, ranks=1)
     Placement(parameters=False, gradients=False, optimizer=False)
 
-    unless states are offloaded: then units are unsharded and resharded, and gradients are offloaded during backward, as
-    with several ranks.
+    unless states are offloaded: then gradients are offloaded during backward, unit by unit. If parameters are
+    offloaded, units are unsharded and resharded too, as with several ranks.
 
     >>> Placement.from_stage(3, ranks=1, offload=Offload(optimizer="host"))
     Placement(parameters=False, gradients=True, optimizer=False)
