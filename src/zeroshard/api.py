@@ -327,24 +327,24 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     """
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    ledger, stopwatch, device = engine.context.tracker, engine.comm.wait_timer, engine.comm.device
+    tracker, wait_timer, device = engine.context.tracker, engine.comm.wait_timer, engine.comm.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    held = {kind: nbytes.now for (kind, tier), nbytes in ledger.by_kind.items() if tier == "device"}
+    held = {kind: nbytes.now for (kind, tier), nbytes in tracker.by_kind.items() if tier == "device"}
     result = Profile(held=held, device=device)
-    ledger.on_change = result.record_bytes
+    tracker.on_change = result.record_bytes
     engine.comm.counters.current_step = {}  # what came since the last step (an evaluation, say) is no part of this one
-    stopwatch.start()
+    wait_timer.start()
     try:
         with engine.comm.count_tensor_traffic() as sharded.profiled_traffic:
             yield result
     finally:
-        ledger.on_change = None
-        stopwatch.stop()
+        tracker.on_change = None
+        wait_timer.stop()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         result.seconds = time.perf_counter() - result.start_time
-        result.waited = stopwatch.seconds
+        result.waited = wait_timer.seconds
 
 
 def full_parameter(model: nn.Module, name: str) -> torch.Tensor:

@@ -35,8 +35,8 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
     >>> inner["lr"], group["params"][0] is weight, isinstance(group, dict), dict(group)["lr"]
     (0.2, True, True, 0.2)
     >>> group |= {"lr": 0.3}
-    >>> inner["lr"], (group | {"lr": 0.4})["lr"], group != dict(group)
-    (0.3, 0.4, False)
+    >>> inner["lr"], (group | {"lr": 0.4})["lr"], ({"lr": 0.4} | group)["lr"], group != dict(group)
+    (0.3, 0.4, 0.3, False)
     """
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -242,11 +242,12 @@ class ParamGroups:
     def check_addable(self, parameters: list[nn.Parameter]) -> list[str]:
         """Return the names of parameters for a new group; raise if they are not the model's or in a group already."""
         names: list[str] = []
+        grouped_names = self.grouped_names
         for parameter in parameters:
             info = param_info(parameter)
             if info is None or info.flat() not in self._engine.gradients.flat_grads:
                 raise ValueError("add_param_group() takes trainable parameters of the sharded model only")
-            if info.name in self.grouped_names:
+            if info.name in grouped_names:
                 raise ValueError(f"{info.name!r} is already in a parameter group")
             names.append(info.name)
         return names
