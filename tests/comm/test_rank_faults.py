@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,24 +71,37 @@ BARRIER = Case("save before a barrier", "")
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """All runs, made by one program."""
+    return run_cases([*CASES, *ALONE, BARRIER, Case("slow", "")], tmp_path_factory)
+
+
+def run_cases(
+    cases: list[Case], tmp_path_factory: pytest.TempPathFactory, backend: str = "gloo"
+) -> dict[str, list[Outcome]]:
+    """Run the cases in processes that one program forks; return what came of the ranks of each."""
     forks = Forks(tmp_path_factory.mktemp("forks"))
-    cases = [*CASES, *ALONE, BARRIER, Case("slow", "")]
     runs = []
     for case in cases:
         directory = str(tmp_path_factory.mktemp("fault"))
         arguments = {"ranks": case.ranks, "what": case.what, "directory": directory, "by": case.by, **case.options}
-        runs.append(Run("faults:fault", arguments, ranks=case.ranks, limit=60, store=case.store))
-    yield {case.name: found for case, found in zip(cases, forks.run(runs), strict=True)}
-    forks.close()
+        runs.append(Run("faults:fault", arguments, ranks=case.ranks, limit=60, store=case.store, backend=backend))
+    try:
+        return {case.name: found for case, found in zip(cases, forks.run(runs), strict=True)}
+    finally:
+        forks.close()
 
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
+    assert_others_are_told(case, outcomes[case.name])
+
+
+def assert_others_are_told(case: Case, outcomes: list[Outcome]) -> None:
+    """Assert that every other rank has ended by itself, in time, with an error that names the rank and the fault."""
     diverged = case.what not in ("killed", "killed in save", "raises", "ends early")
-    for rank, outcome in enumerate(outcomes[case.name]):
+    for rank, outcome in enumerate(outcomes):
         if rank == case.by and not diverged:
             continue
         assert not outcome.hung, outcome.printed

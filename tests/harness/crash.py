@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import init_process_group
 from torch import nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -271,6 +272,7 @@ class Run:
     after: float = 0.0
     store: str = "file"  # which outlives every rank; "tcp" dies with rank 0
     limit: float = 30.0  # seconds that it may take
+    backend: str = "gloo"
 
 
 @dataclass
@@ -431,7 +433,7 @@ def _be(rank: int, run: Run, scratch: Path, announcement: int, listener: socket.
     try:
         store = _store(rank, run, scratch, listener)
         limit = timedelta(seconds=run.limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=limit)
+        init_process_group(run.backend, store, rank, run.ranks, limit)
         module, _, name = run.body.rpartition(":")
         body = getattr(importlib.import_module(module), name) if module else globals()[name]
         answer = body(rank, **run.arguments)

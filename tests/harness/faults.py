@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import device
 from torch import nn
 
 import zeroshard
@@ -82,9 +83,9 @@ def fault(
     if apart:
         peers._machine_id = lambda: f"machine-{rank}"
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device())
     model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=stage, **options)
-    mark, x = Path(directory, "mark"), torch.ones(2, 8)
+    mark, x = Path(directory, "mark"), torch.ones(2, 8, device=device())
     called = time.time()
     try:
         for step in range(STEPS):
@@ -108,6 +109,7 @@ def fault(
             optimizer.step()
             if what != "full_gradient":
                 optimizer.zero_grad()
+            loss.item()  # over NCCL, this is where the host waits
         watching = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())
         zeroshard.unwrap(model)
         left = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())

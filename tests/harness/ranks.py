@@ -61,8 +61,14 @@ T = TypeVar("T")
 
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one has failed
 LOOPBACK = "127.0.0.1"
-# NCCL over loopback sockets; the fastest choice if ranks take turns on the GPU
-ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+# NCCL over loopback sockets. Ring, Simple and a large buffer are the fastest choice if ranks take turns on the GPU.
+ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_BUFFSIZE": str(2**24),
+}
 # Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
 # imports, takes 1.5 seconds; the modules of many bodies import the others.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
@@ -532,7 +538,7 @@ def _run_rank(store: Store, job: bytes) -> bytes:
     os.environ.update(env)
     try:
         limit = timedelta(seconds=timeout + 60)  # longer than ours, so that ours is reported
-        _init_process_group(backend, store, rank, world, limit)
+        init_process_group(backend, store, rank, world, limit)
         if store.add("up", 1) == world:
             store.set("all up", "")
         store.wait(["all up"])  # else, if a rank fails early, ranks that still connect get a closed connection
@@ -544,7 +550,8 @@ def _run_rank(store: Store, job: bytes) -> bytes:
         sys.excepthook = excepthook  # init_process_group wrapped it
 
 
-def _init_process_group(backend: str, store: Store, rank: int, world: int, limit: timedelta) -> None:
+def init_process_group(backend: str, store: Store, rank: int, world: int, limit: timedelta) -> None:
+    """Initialise the default process group over gloo or NCCL: see [Note: NCCL ranks on one GPU]."""
     gpu = None
     if backend == "nccl" and torch.cuda.device_count() >= world:
         gpu = torch.device("cuda", rank)
