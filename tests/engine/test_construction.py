@@ -483,11 +483,13 @@ def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
         assert all(("another nn.Parameter" if stage == 0 else "partitioned over the ranks") in t for t in said[6:])
 
 
-def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started by torchrun, every rank would train a model of its own."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"one of 2 ranks .* call torch\.distributed\.init_process_group\(\) before"):
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """Started by torchrun, srun or mpirun, every rank would train a model of its own."""
+    monkeypatch.setenv(variable, "2")
+    text = rf"one of 2 ranks \({variable}\).* call torch\.distributed\.init_process_group\(\) before"
+    with pytest.raises(RuntimeError, match=text):
         zeroshard.shard(nn.Linear(2, 2))
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(variable, "1")
     model, _ = zeroshard.shard(nn.Linear(2, 2))
     assert zeroshard.report(model).ranks == 1

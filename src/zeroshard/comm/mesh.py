@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
+# The number of processes that a launcher started, by launcher: torchrun, srun, Open MPI, MPICH.
+_RANK_COUNT_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,8 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
     single = MeshAxis(None, 1, 0)
     if mesh is None:
         has_group = dist.is_available() and dist.is_initialized()
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        if not has_group and ranks.isdecimal() and int(ranks) > 1:  # else every rank would train a model of its own
-            raise RuntimeError(
-                f"this process was started as one of {ranks} ranks (WORLD_SIZE), but torch.distributed is not "
-                "initialized: call torch.distributed.init_process_group() before shard(). To shard on this rank alone, "
-                "unset WORLD_SIZE"
-            )
+        if not has_group:
+            _check_started_alone()
         return [MeshAxis.from_group(dist.group.WORLD if has_group else None)], single
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
@@ -56,6 +53,18 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
             f"'tensor', got {mesh}"
         )
     return data or [single], tensor
+
+
+def _check_started_alone() -> None:
+    """Raise if a launcher started several processes: without a process group, each would train a model of its own."""
+    for variable in _RANK_COUNT_VARIABLES:
+        ranks = os.environ.get(variable, "1")
+        if ranks.isdecimal() and int(ranks) > 1:
+            raise RuntimeError(
+                f"this process was started as one of {ranks} ranks ({variable}), but torch.distributed is not "
+                "initialized: call torch.distributed.init_process_group() before shard(). To shard on this rank alone, "
+                f"unset {variable}"
+            )
 
 
 def tensor_axis_name(mesh: DeviceMesh) -> str | None:
