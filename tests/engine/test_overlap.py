@@ -168,7 +168,8 @@ def train(
     **options: Any,
 ) -> Milliseconds:
     """Return the times of a step after some others."""
-    model: nn.Module = nn.Sequential(*(Layer(timeline, width) for _ in range(LAYERS))).to(device)
+    with torch.device(device):
+        model: nn.Module = nn.Sequential(*(Layer(timeline, width) for _ in range(LAYERS)))
     if recomputes:
         model = zeroshard.checkpoint_activations(model, [Layer])
     model, optimizer = zeroshard.shard(

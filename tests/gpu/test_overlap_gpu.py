@@ -26,6 +26,7 @@ class Kernels:
     def __init__(self, is_sequential: bool, computes: bool) -> None:
         self.milliseconds: dict[str, float] = {}
         self.is_sequential, self._computes = is_sequential, computes
+        self._compute_stream = torch.cuda.current_stream()  # zeroshard starts gathers from a side stream
         self._streams = {kind: torch.cuda.Stream() for kind in ("gather", "reduce")}
         torch.cuda._sleep(2**20)  # the first one loads the kernel
         begin = self.mark()
@@ -46,7 +47,7 @@ class Kernels:
             self._sleep(self.milliseconds.get(kind, 0.0))
             done = stream.record_event()
         if self.is_sequential:
-            done.wait()
+            done.wait(self._compute_stream)
         return done  # whose wait() makes the current stream wait, as that of NCCL's work does
 
     def mark(self) -> torch.cuda.Event:
@@ -80,7 +81,6 @@ def measure(
     collectives: tuple[float, float], stage: int, is_sequential: bool = False, computes: bool = True, **options: Any
 ) -> Milliseconds:
     (found,) = run_processes(1, on_gpu, collectives, stage, is_sequential, computes, options)
-    print(collectives, stage, is_sequential, computes, options, found)
     return found
 
 
