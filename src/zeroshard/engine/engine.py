@@ -32,6 +32,7 @@ from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import CublasWorkspace, DiskError, SegmentPreallocator
 from zeroshard.sharding import PREFETCH_SHARDS
+from zeroshard.utils.trace import label
 
 COPY_ERROR = (
     "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
@@ -93,6 +94,8 @@ class Engine:
         if len(schedule.running_calls) == 1:
             self._begin_forward(name)
         schedule.enter_call(call, name)
+        call.name, call.label = name, label("forward {!r}", name)
+        call.label.__enter__()
 
     def post_forward(
         self, outputs: list[torch.Tensor], stored_tensors: list[torch.Tensor], returns_views: bool, detaches_graph: bool
@@ -191,7 +194,7 @@ class Engine:
     def finalize_backward(self) -> None:
         """Reduce what is left, wait for all reductions and reshard: autograd has run all nodes."""
         if self.schedule.backward.is_running:
-            with outside_functorch():
+            with outside_functorch(), label("finalize_backward"):
                 self.schedule.backward.visit_remaining()
                 self.gradients.finalize_backward(self.executor.needs_grad_sync)
                 self.schedule.backward.end()
@@ -368,7 +371,8 @@ class ScheduleExecutor:
         self.unsharded_this_pass.discard(unit)
         if unit in self.unsharded:
             self.unsharded.remove(unit)
-            unit.reshard()
+            with label("reshard {!r}", unit.name):
+                unit.reshard()
 
     def guard(self, unit: Unit) -> None:
         """Intercept the next use of an unsharded unit."""
@@ -424,7 +428,8 @@ class PreBackwardHook:
                 hooks.update([own, *others])
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._engine.pre_backward(self._call, self._record)
+        with label("pre_backward {!r}", self._call.name):
+            self._engine.pre_backward(self._call, self._record)
 
 
 class BackwardEndCallback:
