@@ -47,7 +47,7 @@ from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
 from zeroshard.optim import ShardedOptimizer, check_optimizer, state_bytes_per_element
 from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
-from zeroshard.utils.trace import ChromeTrace
+from zeroshard.utils.profiling import ChromeTrace
 
 
 class ShardedModel:

@@ -258,12 +258,14 @@ def test_the_trained_model_is_used_without_ranks(
 # ------------------------------------------------------------------------------------------------ ending and going on
 
 
-def profiled_forwards(out: Path) -> dict[str, int]:
-    """The names of the traces of a run, and how many forwards of the model each one shows."""
+def profiled(out: Path) -> dict[str, tuple[list[str], int]]:
+    """The steps and the number of forwards of the model that each trace of a run shows, by its name."""
     found = {}
     for path in sorted(out.glob("traces/*")):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        found[path.name] = sum(event["name"] == "zeroshard: forward" for event in events)
+        names = [event["name"] for event in sorted(events, key=lambda event: event["ts"])]
+        steps = [name.partition("#")[2] for name in names if name.startswith("ProfilerStep#")]
+        found[path.name] = steps, names.count("zeroshard: forward")
     return found
 
 
@@ -274,16 +276,16 @@ def test_profile_writes_traces_of_the_chosen_steps_and_says_which(tmp_path: Path
     first = run_processes(2, shown, [*small, "--profile", "--steps", "5", "--accumulate", "2"], never)
     assert "steps 4 to 5: the run ends before step 6" in first[0]
     assert f"profile of steps 4 to 5: open {out}/traces/step-000004-rank*.json.gz in" in first[0]
-    assert profiled_forwards(out) == {"step-000004-rank0.json.gz": 4, "step-000004-rank1.json.gz": 4}
+    assert profiled(out) == {f"step-000004-rank{rank}.json.gz": (["4", "5"], 4) for rank in range(2)}
     assert record(out)["timeline"]["phases"]  # the memory of the third step, as without --profile
 
     resumed = ["--out", str(out), "--resume", "--steps"]
     assert "\nprofile" not in run_processes(2, shown, [*resumed, "6"], never)[0]  # it is no option of the run
     options = ["--profile", "--profile-steps", "4", "4", "--log-every", "1"]
     assert "profile of steps 10 to 10" in run_processes(2, shown, [*resumed, "12", *options], never)[0]
-    assert profiled_forwards(out)["step-000010-rank1.json.gz"] == 2
+    assert profiled(out)["step-000010-rank1.json.gz"] == (["10"], 2)
     assert "no step: the run ends before step 16" in run_processes(2, shown, [*resumed, "14", "--profile"], never)[0]
-    assert len(profiled_forwards(out)) == 4
+    assert len(profiled(out)) == 4
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def test_a_run_that_is_stopped_writes_what_it_has_profiled(stop_after: int, told
     out = tmp_path / "run"
     arguments = [*SMALL, *SHORT_TEXT, "--eval-every", "0", "--out", str(out), "--profile", "--steps", "9"]
     assert told in run_processes(2, shown, arguments, stop_after)[0]
-    assert list(profiled_forwards(out).values()) == ([1, 1] if stop_after == 4 else [])
+    assert list(profiled(out).values()) == ([(["4"], 1)] * 2 if stop_after == 4 else [])
 
 
 def listeners(pids: Iterable[int]) -> dict[str, str]:

@@ -38,7 +38,7 @@ from zeroshard.comm import MeshAxis
 from zeroshard.engine import param_versions
 from zeroshard.memory import MemoryTracker
 from zeroshard.sharding import find_repeated_blocks, matches
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 RecomputePolicy = Callable[..., Any] | list[Any]

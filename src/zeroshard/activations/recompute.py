@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 from zeroshard.utils.tree import tensors_in
 
 LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that contain no other arguments

@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.activations.stack import ActivationStack, OptionalEvent, PoolBuffer, StackSlot
 from zeroshard.memory import MemoryTracker, PinnedBuffer, SideStream
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class SavedActivation:

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.memory import PinnedBuffer
 from zeroshard.sharding import round_up
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 _ALIGNMENT_BYTES = 64
 _MAX_GAP_BYTES = 4096  # gaps up to this size are copied too, to save a separate copy

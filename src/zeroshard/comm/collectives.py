@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zeroshard.comm.consistency import PASS_START, POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
 from zeroshard.comm.mesh import MeshAxis, find_or_create_group, group_backend
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 MAX_PAST_PASSES = 64  # past passes whose events are still known
 

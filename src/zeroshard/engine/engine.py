@@ -32,7 +32,7 @@ from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import CublasWorkspace, DiskError, SegmentPreallocator
 from zeroshard.sharding import PREFETCH_SHARDS
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 COPY_ERROR = (
     "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "

@@ -13,7 +13,7 @@ from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
 from zeroshard.sharding import FlatSpec, Range
 from zeroshard.tensor_parallel import TPParam, TPShard
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class PendingUpdate(Protocol):

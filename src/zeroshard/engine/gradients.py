@@ -14,7 +14,7 @@ from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
 from zeroshard.engine.reduce import GradReducer, ReduceQueue
 from zeroshard.engine.unit import Unit
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class Gradients:

@@ -18,7 +18,7 @@ from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.unit import Unit
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class GradPacker:

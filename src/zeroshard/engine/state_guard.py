@@ -14,7 +14,7 @@ from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.engine.parameter import param_info
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class StateGuard:

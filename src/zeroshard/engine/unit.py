@@ -17,7 +17,7 @@ from zeroshard.engine.param_access import ParamAccess, ReplicatedEditDetector
 from zeroshard.engine.param_data import set_data
 from zeroshard.engine.parameter import GatheredBlock, ParamInfo, param_info
 from zeroshard.memory import SideStream
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class UnitState(enum.Enum):

@@ -21,7 +21,7 @@ from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 REPLACED_GROUPS_ERROR = (
     "optimizer.param_groups was replaced by another list, which zeroshard would not use: change the groups in place "

@@ -40,7 +40,7 @@ from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.sharding import ALIGN_ELEMENTS
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 # Their step() only touches parameters with a gradient, and keeps a step count for each parameter.
 ELEMENTWISE_OPTIMIZERS = (

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 import zeroshard
 from zeroshard.memory import Profile
@@ -169,6 +170,10 @@ class StepTracer:
             self._profile = zeroshard.profile(self._setup.model, trace=directory.trace_path(step))
             self._profile.__enter__()
 
+    def step_range(self, step: int) -> AbstractContextManager[Any]:
+        """Return the range of one step, if a profiler is running, with the name that tools for traces look for."""
+        return record_function(f"ProfilerStep#{step}") if self.is_tracing else nullcontext()
+
     def end_step(self, step: int, is_last: bool = False) -> str:
         """Write the trace if this is its last step, or the last of the run; return a message for the user."""
         if is_last and self._steps and step < self._steps[0]:
@@ -261,7 +266,10 @@ class Trainer:
         is_steady = step - self.start_step == STEADY_AFTER_STEPS
         self._tracer.begin_step(step + 1)
         is_profiled = (is_steady or (step + 1) % self.options.run.log_every == 0) and not self._tracer.is_tracing
-        with zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile:
+        with (
+            self._tracer.step_range(step + 1),
+            zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile,
+        ):
             loss = self._forward_backward(step, profile)
             profile.phase("step")
             norm = self.setup.optimizer.clip_grad_norm_(training.clip or math.inf)

@@ -13,7 +13,7 @@ from zeroshard.memory import DiskError, TierAllocator, Transfer, aligned_buffer,
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.slices import OptimizerSlice
 from zeroshard.sharding import STAGING_SLOTS
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 
 class StagingSlot:

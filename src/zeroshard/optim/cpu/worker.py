@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.utils.trace import label
+from zeroshard.utils.profiling import label
 
 WORKER_NICENESS = 10  # added to the nice value of the worker thread
 

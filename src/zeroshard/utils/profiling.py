@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -94,8 +94,7 @@ class ChromeTrace:
     def _write(self) -> None:
         self._profiler.export_chrome_trace(str(self._partial))  # type: ignore[no-untyped-call]
         trace = json.loads(self._partial.read_bytes())
-        threads = {thread.native_id: thread.name for thread in threading.enumerate()}
-        _name_lanes(trace["traceEvents"], f"rank {self._rank}", threads)
+        _name_lanes(trace["traceEvents"], f"rank {self._rank}", _thread_names())
         trace["traceEvents"] = _limit_events(trace["traceEvents"])
         # as torch.profiler writes it: tools that read the traces of several ranks look for it
         trace["distributedInfo"] = {"rank": self._rank, "world_size": self._ranks}
@@ -128,8 +127,17 @@ def _check_writable(path: Path, partial: Path) -> None:
         raise OSError(error.errno, f"cannot write the trace {path}: {error.strerror}") from error
 
 
+def _thread_names() -> dict[int | None, str]:
+    """Return the names of this process's threads, by native id: Python's, or those that libraries gave (Linux)."""
+    names: dict[int | None, str] = {}
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            names[int(path.parent.name)] = path.read_text().strip()
+    return names | {thread.native_id: thread.name for thread in threading.enumerate()}
+
+
 def _name_lanes(events: list[dict[str, Any]], process: str, threads: dict[int | None, str]) -> None:
-    """Name the processes (the host's and the devices') by rank, and the threads that Python has names for."""
+    """Name the processes (the host's and the devices') by rank, and the threads by ``threads``."""
     for event in events:
         if event.get("ph") == "M" and event["name"] == "process_name":
             event["args"]["name"] = process

@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import zeroshard
-from zeroshard.utils import trace as trace_module
+from zeroshard.utils import profiling
 
 UNITS = ["embed", "blocks.0", "blocks.1", "head"]
 STEPS = 2
@@ -222,7 +222,7 @@ def no_label(name: str) -> Any:
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": {"optimizer": "host"}}])
 def test_without_a_profiler_no_label_is_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "record_function", no_label)
+    monkeypatch.setattr(profiling, "record_function", no_label)
 
     def body(rank: int) -> None:
         model, optimizer = sharded(**options)
@@ -304,7 +304,7 @@ def test_a_large_trace_keeps_its_labels(tmp_path: Path, monkeypatch: pytest.Monk
         assert profile.trace is not None
         trace = read(profile.trace)
         found.append((len(trace["traceEvents"]), labels(trace)["MainThread"]))
-        monkeypatch.setattr(trace_module, "MAX_EVENTS", found[0][0] // 2)
+        monkeypatch.setattr(profiling, "MAX_EVENTS", found[0][0] // 2)
     (full, full_labels), (limited, limited_labels) = found
     assert limited == full // 2
     assert limited_labels == full_labels
