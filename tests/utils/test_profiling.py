@@ -71,7 +71,7 @@ def labels(trace: dict[str, Any]) -> dict[str, list[Label]]:
     """The labels of each thread, by its name, in the order of their start; raise if they overlap without nesting."""
     events = trace["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    ranges = [e for e in events if e["ph"] == "X" and e["name"].startswith("zeroshard: ")]
+    ranges = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("zeroshard: ")]
     found: dict[str, list[Label]] = {}
     for thread in {e["tid"] for e in ranges}:
         running: list[tuple[str, float]] = []  # name and end
@@ -308,6 +308,20 @@ def test_a_large_trace_keeps_its_labels(tmp_path: Path, monkeypatch: pytest.Monk
     (full, full_labels), (limited, limited_labels) = found
     assert limited == full // 2
     assert limited_labels == full_labels
+
+
+def test_any_name_gives_a_trace_that_is_json(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    with profiling.ChromeTrace(tmp_path / "a.json", 0, 1, device) as trace:
+        for name in ('the "first"', "it's", "größe", "a\\b", "{}"):
+            with profiling.label("unshard {!r}", name):
+                pass
+    found = [label.name for label in labels(read(trace.path))["MainThread"]]
+    assert found == [f"unshard '{name}'" for name in ("the 'first'", "it's", "gr??e", "a//b", "{}")]
+    broken, quoted = profiling.ChromeTrace(tmp_path / "b.json", 0, 1, device), torch.profiler.record_function('a "b"')
+    with pytest.raises(ValueError, match="Remove double quotes from the names"), broken, quoted:
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a-rank0.json"]
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ class Engine:
         """Reduce the units that are done, and unshard those of a module call: a gradient has arrived at its output."""
         backward = self.schedule.backward
         backward.is_creating_graph = torch.is_grad_enabled()
-        with outside_functorch():
+        with outside_functorch(), label("pre_backward {!r}", call.name):
             if backward.is_running and torch._C._current_graph_task_id() != backward.backward_id:
                 backward.visit_nested(call, record)
             else:
@@ -428,8 +428,7 @@ class PreBackwardHook:
                 hooks.update([own, *others])
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        with label("pre_backward {!r}", self._call.name):
-            self._engine.pre_backward(self._call, self._record)
+        self._engine.pre_backward(self._call, self._record)
 
 
 class BackwardEndCallback:

@@ -356,6 +356,7 @@ class ForwardSchedule(Generic[UnitT]):
         call = self.running_calls.pop()
         if call.label is not None:
             call.label.__exit__(None, None, None)
+            call.label = None
         for unit in (*call.units, *call.view_uses):
             self._holds.drop(unit, Hold.CALL)
         self._tick += 1

@@ -45,7 +45,9 @@ def label(text: str, *args: object) -> AbstractContextManager[Any]:
     """
     if not profiler._is_profiler_enabled:
         return _NO_LABEL
-    return record_function((PREFIX + text.format(*args)).removesuffix(" ''"))  # the model itself has no name
+    name = (PREFIX + text.format(*args)).removesuffix(" ''")  # the model itself has no name
+    # torch's traces show other characters as "unknown", and break at a double quote
+    return record_function(name.replace('"', "'").encode("ascii", "replace").decode())
 
 
 class ChromeTrace:
@@ -78,7 +80,11 @@ class ChromeTrace:
                 "zeroshard's labels. Leave out trace=…, or end that profiler first"
             )
         _check_writable(self.path, self._partial)
-        self._profiler.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            self._profiler.__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._partial.unlink(missing_ok=True)
+            raise
         return self
 
     def __exit__(
@@ -93,7 +99,13 @@ class ChromeTrace:
 
     def _write(self) -> None:
         self._profiler.export_chrome_trace(str(self._partial))  # type: ignore[no-untyped-call]
-        trace = json.loads(self._partial.read_bytes())
+        try:
+            trace = json.loads(self._partial.read_text(encoding="utf-8", errors="replace"))
+        except ValueError as error:
+            raise ValueError(
+                f"no trace was written to {self.path}: what torch wrote is not JSON ({error}). Remove double quotes "
+                "from the names of your own record_function ranges"
+            ) from error
         _name_lanes(trace["traceEvents"], f"rank {self._rank}", _thread_names())
         trace["traceEvents"] = _limit_events(trace["traceEvents"])
         # as torch.profiler writes it: tools that read the traces of several ranks look for it
@@ -141,8 +153,9 @@ def _name_lanes(events: list[dict[str, Any]], process: str, threads: dict[int | 
     for event in events:
         if event.get("ph") == "M" and event["name"] == "process_name":
             event["args"]["name"] = process
-        elif event.get("ph") == "M" and event["name"] == "thread_name" and event["tid"] in threads:
-            event["args"]["name"] = threads[event["tid"]]
+        elif event.get("ph") == "M" and event["name"] == "thread_name":
+            lane: str = event["args"]["name"]  # of a thread, or of a stream, whose number may be a thread's
+            event["args"]["name"] = threads.get(event["tid"], lane) if lane.startswith("thread ") else lane
 
 
 def _limit_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
