@@ -338,16 +338,14 @@ def profile(model: nn.Module, trace: str | os.PathLike[str] | None = None) -> It
     """
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    comm = engine.comm
     if trace is None:
-        with comm.count_tensor_traffic() as sharded.profiled_traffic, _record_profile(engine) as result:
+        with engine.comm.count_tensor_traffic() as sharded.profiled_traffic, _record_profile(engine) as result:
             yield result
         return
-    ranks = comm.data_parallel_size * comm.tensor_axis.size
-    with ChromeTrace(trace, comm.consistency.rank, ranks, comm.device) as chrome_trace:
+    with ChromeTrace(trace, engine.comm.device) as chrome_trace:
         with _record_profile(engine) as result:
             yield result
-        # Ranges that are open on other threads would be missing in the trace.
+        # A range that is still open on another thread would be missing in the trace.
         engine.gradients.reducer.listeners.wait()
         engine.state_guard.wait_readers()
     result.trace = chrome_trace.path

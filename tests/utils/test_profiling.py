@@ -312,13 +312,13 @@ def test_a_large_trace_keeps_its_labels(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_any_name_gives_a_trace_that_is_json(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    with profiling.ChromeTrace(tmp_path / "a.json", 0, 1, device) as trace:
+    with profiling.ChromeTrace(tmp_path / "a.json", device) as trace:
         for name in ('the "first"', "it's", "größe", "a\\b", "{}"):
             with profiling.label("unshard {!r}", name):
                 pass
     found = [label.name for label in labels(read(trace.path))["MainThread"]]
     assert found == [f"unshard '{name}'" for name in ("the 'first'", "it's", "gr??e", "a//b", "{}")]
-    broken, quoted = profiling.ChromeTrace(tmp_path / "b.json", 0, 1, device), torch.profiler.record_function('a "b"')
+    broken, quoted = profiling.ChromeTrace(tmp_path / "b.json", device), torch.profiler.record_function('a "b"')
     with pytest.raises(ValueError, match="Remove double quotes from the names"), broken, quoted:
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["a-rank0.json"]

@@ -161,14 +161,17 @@ class StepTracer:
         """Whether a profiler is running."""
         return self._profile is not None
 
-    def begin_step(self, step: int) -> None:
-        """Start the trace if this is its first step."""
-        if self._steps and step == self._steps[0]:
-            directory, rank = self._setup.directory, self._setup.rank_info.rank
-            directory.traces_dir.mkdir(exist_ok=True)
-            directory.trace_path(step, f"-rank{rank}").unlink(missing_ok=True)  # of an earlier run that was resumed
-            self._profile = zeroshard.profile(self._setup.model, trace=directory.trace_path(step))
-            self._profile.__enter__()
+    def begin_step(self, step: int) -> bool:
+        """Start the trace if this is its first step; return whether it is."""
+        if not self._steps or step != self._steps[0]:
+            return False
+        directory, rank = self._setup.directory, self._setup.rank_info.rank
+        directory.traces_dir.mkdir(exist_ok=True)
+        directory.trace_path(step, f"-rank{rank}").unlink(missing_ok=True)  # of the same step, before a resume
+        profile = zeroshard.profile(self._setup.model, trace=directory.trace_path(step))
+        profile.__enter__()
+        self._profile = profile
+        return True
 
     def step_range(self, step: int) -> AbstractContextManager[Any]:
         """Return the range of one step, if a profiler is running, with the name that tools for traces look for."""
@@ -264,7 +267,8 @@ class Trainer:
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
         is_steady = step - self.start_step == STEADY_AFTER_STEPS
-        self._tracer.begin_step(step + 1)
+        if self._tracer.begin_step(step + 1):
+            self._stats_reducer.restart_timer()
         is_profiled = (is_steady or (step + 1) % self.options.run.log_every == 0) and not self._tracer.is_tracing
         with (
             self._tracer.step_range(step + 1),

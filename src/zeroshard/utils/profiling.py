@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -53,19 +54,21 @@ def label(text: str, *args: object) -> AbstractContextManager[Any]:
 class ChromeTrace:
     """Context manager: profiles all threads of this process, and writes a Chrome trace when the block ends.
 
-    Each rank writes its own file: ``trace.json`` becomes ``trace-rank0.json``. Nothing is written if the block raises.
+    Each rank of the job writes its own file: ``trace.json`` becomes ``trace-rank0.json``. Nothing is written if the
+    block raises.
 
     >>> import tempfile
-    >>> with ChromeTrace(tempfile.mkdtemp() + "/trace.json", rank=0, ranks=1, device=torch.device("cpu")) as trace:
+    >>> with ChromeTrace(tempfile.mkdtemp() + "/trace.json", torch.device("cpu")) as trace:
     ...     with label("a phase"):
     ...         pass
     >>> trace.path.name, "zeroshard: a phase" in trace.path.read_text()
     ('trace-rank0.json', True)
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, ranks: int, device: torch.device) -> None:
-        self._rank, self._ranks = rank, ranks
-        self.path = _rank_path(Path(path), rank)
+    def __init__(self, path: str | os.PathLike[str], device: torch.device) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        self.path = _rank_path(Path(path), self._rank)
         self._partial = self.path.with_name(f".{self.path.name}.torch")  # as torch writes it
         self._profiler = profiler.profile(
             use_kineto=True,
