@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
 import weakref
@@ -46,6 +47,7 @@ from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
 from zeroshard.optim import ShardedOptimizer, check_optimizer, state_bytes_per_element
 from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
+from zeroshard.utils.profiling import ChromeTrace
 
 
 class ShardedModel:
@@ -312,21 +314,45 @@ def report(model: nn.Module) -> Report:
 
 
 @contextmanager
-def profile(model: nn.Module) -> Iterator[Profile]:
-    """Take down what this rank holds at every moment inside, and how long it waits for communication.
+def profile(model: nn.Module, trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
+    """Record what this rank holds at every moment inside, and how long it waits for communication.
 
     Made for a step now and then, not for all: on a GPU it waits for the device before and after. Along a tensor axis it
     also counts the collectives of tensor parallelism, which :func:`report` then compares with those of P_a.
 
-    >>> import zeroshard
+    With ``trace``, a path that ends in .json or .json.gz, torch's profiler runs on all threads, and each rank writes a
+    Chrome trace, for Perfetto or chrome://tracing: ``trace.json`` becomes ``trace-rank0.json`` and so on. Units,
+    all-gathers, reductions and updates have labels, and the collectives of tensor parallelism are not counted, which
+    would slow down every operation. A torch.profiler of your own shows the same labels.
+
+    >>> import tempfile, zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
     >>> with zeroshard.profile(model) as profile:
     ...     model(torch.ones(1, 64)).sum().backward()
     >>> profile.moments[0].held["parameters"]
     16384
+    >>> with zeroshard.profile(model, trace=tempfile.mkdtemp() + "/trace.json") as profile:
+    ...     model(torch.ones(1, 64)).sum().backward()
+    >>> profile.trace.name
+    'trace-rank0.json'
     """
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
+    if trace is None:
+        with engine.comm.count_tensor_traffic() as sharded.profiled_traffic, _record_profile(engine) as result:
+            yield result
+        return
+    with ChromeTrace(trace, engine.comm.device) as chrome_trace:
+        with _record_profile(engine) as result:
+            yield result
+        # A range that is still open on another thread would be missing in the trace.
+        engine.gradients.reducer.listeners.wait()
+        engine.state_guard.wait_readers()
+    result.trace = chrome_trace.path
+
+
+@contextmanager
+def _record_profile(engine: Engine) -> Iterator[Profile]:
     tracker, wait_timer, device = engine.context.tracker, engine.comm.wait_timer, engine.comm.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -336,8 +362,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     engine.comm.counters.current_step = {}  # what came since the last step (an evaluation, say) is no part of this one
     wait_timer.start()
     try:
-        with engine.comm.count_tensor_traffic() as sharded.profiled_traffic:
-            yield result
+        yield result
     finally:
         tracker.on_change = None
         wait_timer.stop()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import ipaddress
 import json
 import os
@@ -17,7 +20,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,7 +36,7 @@ from zeroshard.cli.main import main
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
 from zeroshard.train.flags import read_options
-from zeroshard.train.rank import RankInfo
+from zeroshard.train.rank import RankInfo, StopRequest
 from zeroshard.train.run_directory import checkpoint_step, complete_checkpoints
 from zeroshard.train.summary import dry_run
 from zeroshard.train.trainer import Trainer
@@ -157,6 +160,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return out, train(out, *SHORT_TEXT, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 30)
 
 
+class StopAfter:
+    """A stop request that arrives during one of the steps, counted from 1."""
+
+    def __init__(self, step: int) -> None:
+        self._steps_left = step
+
+    @property
+    def signal(self) -> int | None:
+        """The signal; read once per step."""
+        self._steps_left -= 1
+        return signal.SIGTERM if self._steps_left <= 0 else None
+
+
+def shown(rank: int, arguments: list[str], stop_after: int) -> str:
+    """Be one rank of a job that is stopped after some steps; return its output."""
+    world = RankInfo(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        options = read_options(["--plain", *arguments])
+        Trainer(prepare_training(options, world), cast("StopRequest", StopAfter(stop_after))).run()
+    return output.getvalue()
+
+
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
@@ -231,6 +256,46 @@ def test_the_trained_model_is_used_without_ranks(
 
 
 # ------------------------------------------------------------------------------------------------ ending and going on
+
+
+def profiled(out: Path) -> dict[str, tuple[list[str], int]]:
+    """The steps and the number of forwards of the model that each trace of a run shows, by its name."""
+    found = {}
+    for path in sorted(out.glob("traces/*")):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        names = [event["name"] for event in sorted(events, key=lambda event: event["ts"])]
+        steps = [name.partition("#")[2] for name in names if name.startswith("ProfilerStep#")]
+        found[path.name] = steps, names.count("zeroshard: forward")
+    return found
+
+
+@pytest.mark.slow(seconds=10)
+def test_profile_writes_traces_of_the_chosen_steps_and_says_which(tmp_path: Path) -> None:
+    out, never = tmp_path / "run", 1000
+    small = [*SMALL, *SHORT_TEXT, "--eval-every", "0", "--sample-tokens", "0", "--out", str(out)]
+    first = run_processes(2, shown, [*small, "--profile", "--steps", "5", "--accumulate", "2"], never)
+    assert "steps 4 to 5: the run ends before step 6" in first[0]
+    assert f"profile of steps 4 to 5: open {out}/traces/step-000004-rank*.json.gz in" in first[0]
+    assert profiled(out) == {f"step-000004-rank{rank}.json.gz": (["4", "5"], 4) for rank in range(2)}
+    assert record(out)["timeline"]["phases"]  # the memory of the third step, as without --profile
+
+    resumed = ["--out", str(out), "--resume", "--steps"]
+    assert "\nprofile" not in run_processes(2, shown, [*resumed, "6"], never)[0]  # it is no option of the run
+    options = ["--profile", "--profile-steps", "4", "4", "--log-every", "1"]
+    assert "profile of steps 10 to 10" in run_processes(2, shown, [*resumed, "12", *options], never)[0]
+    assert profiled(out)["step-000010-rank1.json.gz"] == (["10"], 2)
+    assert "no step: the run ends before step 16" in run_processes(2, shown, [*resumed, "14", "--profile"], never)[0]
+    assert len(profiled(out)) == 4
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "told"), [(2, "no step was profiled: the run stopped before step 4"), (4, "profile of steps 4 to 4")]
+)
+def test_a_run_that_is_stopped_writes_what_it_has_profiled(stop_after: int, told: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = [*SMALL, *SHORT_TEXT, "--eval-every", "0", "--out", str(out), "--profile", "--steps", "9"]
+    assert told in run_processes(2, shown, arguments, stop_after)[0]
+    assert list(profiled(out).values()) == ([(["4"], 1)] * 2 if stop_after == 4 else [])
 
 
 def listeners(pids: Iterable[int]) -> dict[str, str]:
@@ -483,6 +548,9 @@ def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama:
         (["--lr", "-1"], ["lr must be positive (got -1"]),
         (["--precision", "int8"], ["invalid choice 'int8'", "bf16"]),
         (["--betas", "0.9"], ["--betas"]),
+        (["--profile", "--profile-steps", "1", "3"], ["at least 4 because earlier ones warm up", "(got 1 and 3)"]),
+        (["--profile", "--profile-steps", "4", "99"], ["at most 9 later (got 4 and 99)"]),
+        (["--profile-steps", "5", "7"], ["profile_steps can only be used with profile"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
         (["--resume"], ["no run under runs/", "--out"]),
     ],

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from zeroshard.comm import MeshAxis
 from zeroshard.engine import param_versions
 from zeroshard.memory import MemoryTracker
 from zeroshard.sharding import find_repeated_blocks, matches
+from zeroshard.utils.profiling import label
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 RecomputePolicy = Callable[..., Any] | list[Any]
@@ -194,7 +196,8 @@ class CheckpointedForward:
         def checked_run(*given: torch.Tensor) -> Any:
             if forward_versions and param_versions(parameters) != forward_versions:
                 self._raise_params_modified(forward_versions)
-            return run(*given)
+            with label("recompute {!r}", self._name) if forward_versions else nullcontext():
+                return run(*given)
 
         if self.policy is None:
             recomputation = BlockRecomputation(self._name, run, tensors)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zeroshard.utils.profiling import label
 from zeroshard.utils.tree import tensors_in
 
 LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that contain no other arguments
@@ -117,7 +118,8 @@ class BlockRecomputation:
         recomputed = self._recomputed
         tensor = recomputed[index] if index < len(recomputed) else None
         if tensor is None:
-            recomputed = self._recompute()
+            with label("recompute {!r}", self._name):
+                recomputed = self._recompute()
             tensor = recomputed[index]
             assert tensor is not None
         recomputed[index] = None

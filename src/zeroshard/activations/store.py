@@ -18,6 +18,7 @@ import torch
 
 from zeroshard.activations.stack import ActivationStack, OptionalEvent, PoolBuffer, StackSlot
 from zeroshard.memory import MemoryTracker, PinnedBuffer, SideStream
+from zeroshard.utils.profiling import label
 
 
 class SavedActivation:
@@ -64,7 +65,7 @@ class ActivationStore:
         saved.device_slot.data[: values.nbytes].view(values.dtype).copy_(values)
         if self.is_offloaded:
             saved.host_slot = self.host_stack.push(nbytes)
-            with self._copy_stream:
+            with label("offload activation"), self._copy_stream:
                 saved.host_slot.data.copy_(saved.device_slot.data, non_blocking=True)
             self._record_last_use(saved)
         return saved
@@ -89,7 +90,7 @@ class ActivationStore:
         """Start the copy to the device, if the activation is not there."""
         if saved.device_slot is None and saved.host_slot is not None:
             saved.device_slot = self.device_stack.push(saved.nbytes)
-            with self._copy_stream:
+            with label("reload activation"), self._copy_stream:
                 saved.device_slot.data.copy_(saved.host_slot.data, non_blocking=True)
             saved.copy_done = self._record_last_use(saved)
 

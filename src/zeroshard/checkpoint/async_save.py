@@ -24,6 +24,7 @@ from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.memory import PinnedBuffer
 from zeroshard.sharding import round_up
+from zeroshard.utils.profiling import label
 
 _ALIGNMENT_BYTES = 64
 _MAX_GAP_BYTES = 4096  # gaps up to this size are copied too, to save a separate copy
@@ -145,8 +146,9 @@ class Snapshot:
         self._deferred_spans = _make_copy_spans(deferred, staging[1])
         if any(span.source.is_cuda for span in immediate_spans) and not staging[0].is_pinned:
             staging[0].pin(workers)
-        for span in immediate_spans:  # on a GPU, in stream order: later changes come after the copy
-            span.host_copy.copy_(span.source, non_blocking=staging[0].is_pinned)
+        with label("save: copy parameters and buffers"):
+            for span in immediate_spans:  # on a GPU, in stream order: later changes come after the copy
+                span.host_copy.copy_(span.source, non_blocking=staging[0].is_pinned)
         spans = [*immediate_spans, *self._deferred_spans]
         copies = dict(pair for span in spans for pair in span.host_copies())
         self.tensors = {
@@ -163,7 +165,7 @@ class Snapshot:
         """Enqueue the deferred copies on a side stream; they overlap with compute."""
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_event(self._values_ready)
-        with torch.cuda.stream(stream):
+        with label("save: copy states"), torch.cuda.stream(stream):
             for span in self._deferred_spans:
                 span.host_copy.copy_(span.source, non_blocking=True)
         self._copy_done = stream.record_event()
@@ -171,15 +173,17 @@ class Snapshot:
 
     def wait_for_copies(self) -> None:
         """Order later work of this thread and its current stream after the copies, so that states may change."""
-        self._copies_enqueued.wait()
+        with label("wait for the copies of a save"):
+            self._copies_enqueued.wait()
         if self._copy_done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copy_done)
 
     def finish(self) -> None:
         """Make the deferred copies and wait for them."""
         if self._device is None:
-            for span in self._deferred_spans:
-                span.host_copy.copy_(span.source)
+            with label("save: copy states"):
+                for span in self._deferred_spans:
+                    span.host_copy.copy_(span.source)
         elif self._copy_done is None:  # the first save: the buffer is not pinned yet
             self._staging.pin(self._workers)
             self._start_copies(self._device)

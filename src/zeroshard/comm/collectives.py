@@ -18,6 +18,7 @@ import torch.distributed as dist
 from zeroshard.comm.consistency import PASS_START, POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
 from zeroshard.comm.mesh import MeshAxis, find_or_create_group, group_backend
+from zeroshard.utils.profiling import label
 
 MAX_PAST_PASSES = 64  # past passes whose events are still known
 
@@ -186,7 +187,8 @@ class Communicator:
         """Start a collective and count it. If it fails, an error names the rank that caused it."""
         self.counters.add(kind, nbytes)
         try:
-            work = start()
+            with label("{} ({}, {:,} bytes)", kind, what, nbytes):
+                work = start()
         except RuntimeError as error:
             raise self.consistency.explain_failure(what, error) from error
         if self._is_host_blocking:

@@ -32,6 +32,7 @@ from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import CublasWorkspace, DiskError, SegmentPreallocator
 from zeroshard.sharding import PREFETCH_SHARDS
+from zeroshard.utils.profiling import label
 
 COPY_ERROR = (
     "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
@@ -93,6 +94,8 @@ class Engine:
         if len(schedule.running_calls) == 1:
             self._begin_forward(name)
         schedule.enter_call(call, name)
+        call.name, call.label = name, label("forward {!r}", name)
+        call.label.__enter__()
 
     def post_forward(
         self, outputs: list[torch.Tensor], stored_tensors: list[torch.Tensor], returns_views: bool, detaches_graph: bool
@@ -182,7 +185,7 @@ class Engine:
         """Reduce the units that are done, and unshard those of a module call: a gradient has arrived at its output."""
         backward = self.schedule.backward
         backward.is_creating_graph = torch.is_grad_enabled()
-        with outside_functorch():
+        with outside_functorch(), label("pre_backward {!r}", call.name):
             if backward.is_running and torch._C._current_graph_task_id() != backward.backward_id:
                 backward.visit_nested(call, record)
             else:
@@ -191,7 +194,7 @@ class Engine:
     def finalize_backward(self) -> None:
         """Reduce what is left, wait for all reductions and reshard: autograd has run all nodes."""
         if self.schedule.backward.is_running:
-            with outside_functorch():
+            with outside_functorch(), label("finalize_backward"):
                 self.schedule.backward.visit_remaining()
                 self.gradients.finalize_backward(self.executor.needs_grad_sync)
                 self.schedule.backward.end()
@@ -368,7 +371,8 @@ class ScheduleExecutor:
         self.unsharded_this_pass.discard(unit)
         if unit in self.unsharded:
             self.unsharded.remove(unit)
-            unit.reshard()
+            with label("reshard {!r}", unit.name):
+                unit.reshard()
 
     def guard(self, unit: Unit) -> None:
         """Intercept the next use of an unsharded unit."""

@@ -13,6 +13,7 @@ from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
 from zeroshard.sharding import FlatSpec, Range
 from zeroshard.tensor_parallel import TPParam, TPShard
+from zeroshard.utils.profiling import label
 
 
 class PendingUpdate(Protocol):
@@ -252,7 +253,8 @@ class FlatParam(FlatMetadata):
     def wait_for_update(self) -> None:
         """Wait for the pending update of this rank's shard, if there is one."""
         if self.pending_update is not None:
-            self.pending_update.wait()
+            with label("wait for CPU update {!r}", self.spec.unit):
+                self.pending_update.wait()
             self.pending_update = None  # not earlier: an interrupted wait must start again
 
     def all_gather_inputs(self) -> list[torch.Tensor]:
@@ -264,9 +266,10 @@ class FlatParam(FlatMetadata):
             return self.shard_slots
         if self.shard is None or not self.spec.has_offloaded_params:
             return self.local_shards
-        shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
-        for slot, span in zip(self.shard_slots, self.shard_ranges, strict=True):
-            slot.copy_(shard[span.slice], non_blocking=True)
+        with label("copy offloaded parameters {!r}", self.spec.unit):
+            shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
+            for slot, span in zip(self.shard_slots, self.shard_ranges, strict=True):
+                slot.copy_(shard[span.slice], non_blocking=True)
         if self.prefetcher is not None:
             self.prefetcher.release(self.shard)
         return self.shard_slots

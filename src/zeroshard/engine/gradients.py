@@ -14,6 +14,7 @@ from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
 from zeroshard.engine.reduce import GradReducer, ReduceQueue
 from zeroshard.engine.unit import Unit
+from zeroshard.utils.profiling import label
 
 
 class Gradients:
@@ -118,8 +119,9 @@ class Gradients:
                 self._start_reduce(unit)
                 continue
             self._context.order.check(unit.reduce_label)
-            for flat_grad in self._unit_grads[unit]:
-                self.reducer.reduce_local_sum(flat_grad, unit.reduce_label)
+            with label("reduce gradients {!r}", unit.name):
+                for flat_grad in self._unit_grads[unit]:
+                    self.reducer.reduce_local_sum(flat_grad, unit.reduce_label)
         self.reducer.wait()
         self.has_unreduced = False
 
@@ -251,8 +253,9 @@ class Gradients:
 
     def _accumulate_local(self, unit: Unit) -> None:
         """Add autograd's gradients of a unit to this rank's local sum."""
-        for gradient in self._unit_grads[unit]:
-            self.memory.accumulate(gradient)
+        with label("accumulate gradients {!r}", unit.name):
+            for gradient in self._unit_grads[unit]:
+                self.memory.accumulate(gradient)
 
     def _start_reduce(self, unit: Unit) -> None:
         """Start to reduce a unit's gradients, concurrently with compute."""
@@ -261,8 +264,9 @@ class Gradients:
         flat_grads = self._unit_grads[unit]
         if True in [flat_grad.has_local_sum for flat_grad in flat_grads]:
             self._accumulate_local(unit)
-        for flat_grad in flat_grads:
-            self.reducer.start(flat_grad, unit.reduce_label)
+        with label("reduce gradients {!r}", unit.name):
+            for flat_grad in flat_grads:
+                self.reducer.start(flat_grad, unit.reduce_label)
 
     def _units_with_autograd_grads(self) -> list[Unit]:
         return [

@@ -18,6 +18,7 @@ from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.unit import Unit
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
+from zeroshard.utils.profiling import label
 
 
 class GradPacker:
@@ -353,7 +354,8 @@ class GradReducer:
         flat_grad.norms[reduction.bucket_index] = compute_norms(views, 2.0)
         if self.needs_overflow_check:
             flat_grad.max_abs[reduction.bucket_index] = compute_norms([result], math.inf)
-        shard.copy_(result, non_blocking=True)
+        with label("offload gradients ({})", reduction.what):
+            shard.copy_(result, non_blocking=True)
         flat_grad.copy_done = self._stream.record_blocking_event()
         if self.listeners:
             self._notify(reduction)
@@ -415,7 +417,7 @@ class GradReducer:
 
     def wait(self) -> None:
         """Finish all pending reductions, so that compute may use the results."""
-        with self._stream:
+        with label("wait for reductions"), self._stream:
             self._buffers.wait_all()
         self._wait_stream()
         self._buffers.free()

@@ -44,8 +44,9 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 UnitT = TypeVar("UnitT", bound=Hashable)
 
@@ -101,6 +102,8 @@ class ModuleCall(Generic[UnitT]):
     # uses that returned views to the module, by the unit that owns the storage
     view_uses: dict[UnitT, ModuleCall[UnitT]] = field(default_factory=dict)
     last_backward_id: int = -1  # the last backward that visited it
+    name: str = ""  # of the module
+    label: AbstractContextManager[Any] | None = None  # entered while the module runs: what profilers show
 
 
 class ForwardRecord(Generic[UnitT]):
@@ -351,6 +354,9 @@ class ForwardSchedule(Generic[UnitT]):
 
     def _pop_call(self) -> ModuleCall[UnitT]:
         call = self.running_calls.pop()
+        if call.label is not None:
+            call.label.__exit__(None, None, None)
+            call.label = None
         for unit in (*call.units, *call.view_uses):
             self._holds.drop(unit, Hold.CALL)
         self._tick += 1

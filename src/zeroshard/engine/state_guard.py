@@ -14,6 +14,7 @@ from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.engine.parameter import param_info
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back
+from zeroshard.utils.profiling import label
 
 
 class StateGuard:
@@ -210,7 +211,8 @@ class StateGuard:
         pairs = [flat.master_copy_lists(device_only) for flat in flats]
         targets = [target for shards, _ in pairs for target in shards]
         if targets:
-            torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
+            with label("copy master weights"):
+                torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
 
     def start_param_refresh(self) -> None:
         """Start the all-gather of every rank's updated shard, if parameters are replicated.

@@ -17,6 +17,7 @@ from zeroshard.engine.param_access import ParamAccess, ReplicatedEditDetector
 from zeroshard.engine.param_data import set_data
 from zeroshard.engine.parameter import GatheredBlock, ParamInfo, param_info
 from zeroshard.memory import SideStream
+from zeroshard.utils.profiling import label
 
 
 class UnitState(enum.Enum):
@@ -132,7 +133,7 @@ class Unit:
         gathered = [flat for flat in self.flats if self.is_partitioned or flat.spec.is_trainable or include_frozen]
         for flat in gathered:
             flat.wait_for_update()
-        with self._all_gather_stream:
+        with label("unshard {!r}", self.name), self._all_gather_stream:
             pending = self._start_all_gathers(gathered)
         self._all_gather = pending, self._all_gather_stream.record_event()
         self._enter(UnitState.UNSHARDING)
@@ -168,9 +169,10 @@ class Unit:
 
     def _wait_all_gather(self) -> None:
         pending, event = self._all_gather
-        for work in pending:
-            work.wait()
-        self._all_gather_stream.compute_wait_event(event)
+        with label("wait for unshard {!r}", self.name):
+            for work in pending:
+                work.wait()
+            self._all_gather_stream.compute_wait_event(event)
         self._all_gather = [], None
 
     def reshard(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -178,6 +179,8 @@ class Profile:
     """Total time; on a GPU, until the device has finished."""
     waited: float = 0.0
     """Seconds in which computation waited for communication."""
+    trace: Path | None = None
+    """This rank's Chrome trace, if one was asked for; set once it is written."""
     start_time: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:

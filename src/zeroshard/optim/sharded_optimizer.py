@@ -21,6 +21,7 @@ from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
+from zeroshard.utils.profiling import label
 
 REPLACED_GROUPS_ERROR = (
     "optimizer.param_groups was replaced by another list, which zeroshard would not use: change the groups in place "
@@ -153,7 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All ranks must call it together. The result stays on the device, so there is no host sync.
         """
-        return clip_grad_norm(self._engine, self._groups, max_norm, norm_type, error_if_nonfinite)
+        with label("clip_grad_norm_"):
+            return clip_grad_norm(self._engine, self._groups, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]. All ranks must call it together.
@@ -166,7 +168,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         >>> zeroshard.full_gradient(model, "weight")
         tensor([[ 1.0000, -0.5000]])
         """
-        clip_grad_value(self._engine, self._groups, clip_value)
+        with label("clip_grad_value_"):
+            clip_grad_value(self._engine, self._groups, clip_value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish pending reductions, update this rank's shards, and start to refresh the parameters on all ranks."""

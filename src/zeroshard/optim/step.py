@@ -40,6 +40,7 @@ from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.sharding import ALIGN_ELEMENTS
+from zeroshard.utils.profiling import label
 
 # Their step() only touches parameters with a gradient, and keeps a step count for each parameter.
 ELEMENTWISE_OPTIMIZERS = (
@@ -105,7 +106,8 @@ class OptimizerStep:
             selected = updater.select(left)
             taken = set(selected)
             left = [slice_ for slice_ in left if slice_ not in taken]
-            is_updated &= updater.step(selected, grad_scale)
+            with label("update {} slices ({})", len(selected), type(updater).__name__):
+                is_updated &= updater.step(selected, grad_scale)
             if updater is self._fused_adam and selected:  # it also writes the compute parameters
                 master_only_flats = list(dict.fromkeys(part.flat for slice_ in left for part in slice_.flat_ranges))
         if self._cpu_updates is not None and is_single_call:

@@ -50,6 +50,7 @@ class FlatSpec:
     tier_placement: TierPlacement = field(default_factory=TierPlacement)
     alloc_bytes: int = 0  # allocated for the full parameters: see ``round_to_shared_sizes``
     is_cast_from_master: bool = False  # keeps only its master: see [Note: all-gathering from master weights]
+    unit: str = ""  # name of its unit
 
     @cached_property
     def shard_ranges(self) -> tuple[Range, ...]:
@@ -213,6 +214,7 @@ def _group_flats(
         layout = FlatLayout.build([params[name].numel for name in names], config.bucket_size, shard_count)
         master_dtype = torch.float32 if precision.has_master(dtype) else dtype
         is_optimized = is_trainable and any(params[name].is_optimized for name in names)
+        reduce_dtype = precision.reduce_dtype(dtype)
         yield FlatSpec(
-            tuple(names), layout, dtype, precision.reduce_dtype(dtype), master_dtype, is_trainable, is_optimized
+            tuple(names), layout, dtype, reduce_dtype, master_dtype, is_trainable, is_optimized, unit=unit.name
         )

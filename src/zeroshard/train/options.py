@@ -19,6 +19,9 @@ Stage = Literal[0, 1, 2, 3]
 ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
 AutoOption = Literal["stage", "offload", "recompute", "micro-batch"]
 DEFAULT_BATCH_SEQUENCES = 8  # sequences per step by default
+DEFAULT_PROFILE_STEPS = (4, 6)
+WARM_UP_STEPS = 3  # not profiled: they allocate states, learn the order of collectives, and record memory
+MAX_PROFILE_STEPS = 10  # a trace has some ten thousand events per step
 
 
 class TrainingError(RuntimeError):
@@ -220,6 +223,10 @@ class RunOptions:
     """print log lines instead of the live view"""
     tensorboard: bool = False
     """also write TensorBoard events"""
+    profile: bool = False
+    """run torch's profiler in some steps: each rank writes a Chrome trace into the run directory"""
+    profile_steps: tuple[int, int] = DEFAULT_PROFILE_STEPS
+    """with --profile: the first and the last of these steps, counted from where this run starts or resumes"""
     prompt: str | None = None
     """prompt of the sample that is generated at the end; None: some validation text"""
     sample_tokens: int = 120
@@ -230,6 +237,14 @@ class RunOptions:
     def __post_init__(self) -> None:
         _check_at_least(1, self, "eval_sequences", "keep", "log_every")
         _check_at_least(0, self, "eval_every", "checkpoint_every", "sample_tokens")
+        first, last = self.profile_steps
+        if not WARM_UP_STEPS < first <= last < first + MAX_PROFILE_STEPS:
+            raise ValueError(
+                f"profile_steps must be the first step, at least {WARM_UP_STEPS + 1} because earlier ones warm up, and "
+                f"the last, at most {MAX_PROFILE_STEPS - 1} later (got {first} and {last})"
+            )
+        if self.profile_steps != DEFAULT_PROFILE_STEPS and not self.profile:
+            raise ValueError("profile_steps can only be used with profile")
         if self.prompt == "":
             raise ValueError("prompt is empty: pass some text, or omit the option")
 
@@ -254,6 +269,15 @@ class TrainOptions:
         return Batching.resolve(
             ranks, training.batch, training.micro_batch, training.accumulate, tensor=self.sharding.tensor
         )
+
+    def profiled_steps(self, start_step: int) -> range:
+        """Return the steps to profile if ``start_step`` steps are already done; empty if there are none.
+
+        >>> TrainOptions(run=RunOptions(profile=True), training=StepOptions(steps=105)).profiled_steps(100)
+        range(104, 106)
+        """
+        first, last = self.run.profile_steps if self.run.profile else (1, 0)
+        return range(start_step + first, min(start_step + last, self.training.steps) + 1)
 
     def to_flat_dict(self) -> dict[str, Any]:
         """Return all options by name.

@@ -23,7 +23,8 @@ DIVERGED_DIR = "diverged"  # subdirectory for checkpoints whose weights gave a l
 
 class RunDirectory:
     """A directory with ``config.json`` (options), ``run.json`` (results), ``metrics.jsonl``, ``report.html``,
-    ``checkpoints/``, ``model/`` (the trained weights), ``data/`` (tokens) and ``lock`` (one run at a time).
+    ``checkpoints/``, ``model/`` (the trained weights), ``data/`` (tokens), ``traces/`` (with ``--profile``) and
+    ``lock`` (one run at a time).
 
     >>> RunDirectory(Path("runs/tiny")).metrics_path.as_posix()
     'runs/tiny/metrics.jsonl'
@@ -35,6 +36,7 @@ class RunDirectory:
         self.checkpoints_dir = path / "checkpoints"
         self.model_dir = path / "model"
         self.data_dir = path / "data"
+        self.traces_dir = path / "traces"
         self._lock_finalizer: weakref.finalize[Any, Any] | None = None  # closes the lock's file descriptor
 
     def lock(self) -> None:
@@ -83,6 +85,10 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the options; from now on the directory holds a run."""
         write_json(self.path / "config.json", config)
+
+    def trace_path(self, first_step: int, suffix: str = "") -> Path:
+        """Return the path of a trace; each rank's file has an additional suffix."""
+        return self.traces_dir / f"step-{first_step:06d}{suffix}.json.gz"
 
     def read_config(self) -> dict[str, Any]:
         """Read the options the run was started with."""

@@ -67,8 +67,23 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
         *describe_sharding(options, setup.precision),
         ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
+        *([("profile", _describe_profile(options, start_step))] if options.run.profile else []),
         ("run", str(setup.directory.path)),
     ]
+
+
+def _describe_profile(options: TrainOptions, start_step: int) -> str:
+    """Return which steps are profiled.
+
+    >>> from zeroshard.train.options import RunOptions, StepOptions
+    >>> _describe_profile(TrainOptions(run=RunOptions(profile=True), training=StepOptions(steps=5)), start_step=0)
+    'steps 4 to 5: the run ends before step 6'
+    """
+    steps, last = options.profiled_steps(start_step), start_step + options.run.profile_steps[1]
+    if not steps:
+        return f"no step: the run ends before step {steps.start}, the first of --profile-steps"
+    end_note = f": the run ends before step {last}" if steps[-1] < last else ""
+    return f"steps {steps[0]} to {steps[-1]}{end_note}"
 
 
 def describe_tensor_groups(options: TrainOptions, ranks: int) -> str:

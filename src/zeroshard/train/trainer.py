@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 import zeroshard
 from zeroshard.memory import Profile
@@ -138,6 +140,55 @@ class CheckpointSaver:
         return f"The last good checkpoint is {good_checkpoints[-1]}: resume with `{resume_command(self._setup)}`."
 
 
+class StepTracer:
+    """Profiles the steps of ``--profile-steps``. If training raises inside ``with tracer:``, no trace is written."""
+
+    def __init__(self, setup: TrainingSetup, start_step: int) -> None:
+        self._setup, self._steps = setup, setup.options.profiled_steps(start_step)
+        self._profile: AbstractContextManager[Profile] | None = None  # while a profiler is running
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(kind, error, traceback)
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a profiler is running."""
+        return self._profile is not None
+
+    def begin_step(self, step: int) -> bool:
+        """Start the trace if this is its first step; return whether it is."""
+        if not self._steps or step != self._steps[0]:
+            return False
+        directory, rank = self._setup.directory, self._setup.rank_info.rank
+        directory.traces_dir.mkdir(exist_ok=True)
+        directory.trace_path(step, f"-rank{rank}").unlink(missing_ok=True)  # of the same step, before a resume
+        profile = zeroshard.profile(self._setup.model, trace=directory.trace_path(step))
+        profile.__enter__()
+        self._profile = profile
+        return True
+
+    def step_range(self, step: int) -> AbstractContextManager[Any]:
+        """Return the range of one step, if a profiler is running, with the name that tools for traces look for."""
+        return record_function(f"ProfilerStep#{step}") if self.is_tracing else nullcontext()
+
+    def end_step(self, step: int, is_last: bool = False) -> str:
+        """Write the trace if this is its last step, or the last of the run; return a message for the user."""
+        if is_last and self._steps and step < self._steps[0]:
+            return f"no step was profiled: the run stopped before step {self._steps[0]}"
+        if self._profile is None or (step < self._steps[-1] and not is_last):
+            return ""
+        profile, self._profile = self._profile, None
+        profile.__exit__(None, None, None)
+        paths = self._setup.directory.trace_path(self._steps[0], "-rank*")
+        return f"profile of steps {self._steps[0]} to {step}: open {paths} in ui.perfetto.dev or chrome://tracing"
+
+
 class Trainer:
     """Runs training from the start step to the last step, or until a stop request."""
 
@@ -147,7 +198,7 @@ class Trainer:
         self.start_step = setup.resume_checkpoint.step if setup.resume_checkpoint is not None else 0
         self.steps_done = self.start_step
         self.is_stopping = False
-        self._saver = CheckpointSaver(setup)
+        self._saver, self._tracer = CheckpointSaver(setup), StepTracer(setup, self.start_step)
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
@@ -179,7 +230,8 @@ class Trainer:
         with self.view, self._metrics_file or nullcontext():
             self.view.show_header(header_lines(self.setup, self.start_step))
             try:
-                self._train()
+                with self._tracer:
+                    self._train()
                 self._finish()
             except Exception as error:
                 message = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
@@ -206,6 +258,7 @@ class Trainer:
             if run_options.checkpoint_every and self.steps_done % run_options.checkpoint_every == 0:
                 self._save()
         self._process_stats(flush=True)
+        self._end_traced_step(is_last=True)
 
     def _step(self) -> None:
         """Run one optimizer step. Its randomness depends only on seed, step and rank, so a resumed run repeats it."""
@@ -214,8 +267,13 @@ class Trainer:
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
         is_steady = step - self.start_step == STEADY_AFTER_STEPS
-        is_profiled = is_steady or (step + 1) % self.options.run.log_every == 0
-        with zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile:
+        if self._tracer.begin_step(step + 1):
+            self._stats_reducer.restart_timer()
+        is_profiled = (is_steady or (step + 1) % self.options.run.log_every == 0) and not self._tracer.is_tracing
+        with (
+            self._tracer.step_range(step + 1),
+            zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile,
+        ):
             loss = self._forward_backward(step, profile)
             profile.phase("step")
             norm = self.setup.optimizer.clip_grad_norm_(training.clip or math.inf)
@@ -227,6 +285,13 @@ class Trainer:
             self.record.timeline = memory_timeline(profile)
         self._stats_reducer.start_reduce(step + 1, loss, norm, self.stop_request.signal is not None)
         self.steps_done += 1
+        self._end_traced_step()
+
+    def _end_traced_step(self, is_last: bool = False) -> None:
+        message = self._tracer.end_step(self.steps_done, is_last)
+        if message:
+            self.view.show_message(message)
+            self._stats_reducer.restart_timer()
 
     def _forward_backward(self, step: int, profile: Profile) -> torch.Tensor:
         """Run forward and backward over this rank's part of the batch; return its mean loss."""

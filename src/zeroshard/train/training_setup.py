@@ -26,7 +26,8 @@ from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
 from zeroshard.train.run_record import RunRecord, describe_run
 
-UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is stored, not what it trains
+# options that say where a run is stored or what is printed of it, not what it trains
+UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run", "profile", "profile_steps")
 PLANNING_OPTIONS = ("auto", "memory", "machine")  # planner options: their results are saved instead
 
 

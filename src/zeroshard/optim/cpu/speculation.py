@@ -92,7 +92,7 @@ class Speculator:
         if update.specs is not None and self._try_allocate_shadow(update):
             work = partial(self._run_speculative, update, self._grad_scale)
             events = [grad_ready, self._grad_scale.ready_event]
-            job = UpdateJob((chunk_index, 1), events, work, update.is_exclusive)
+            job = UpdateJob((chunk_index, 1), events, work, update.is_exclusive, update.chunk.flat.spec.unit)
             self.pending[update.chunk] = Speculation(update, self._worker.submit(job))
 
     def pop_pending(self) -> dict[StateChunk, Speculation]:

@@ -13,6 +13,7 @@ from zeroshard.memory import DiskError, TierAllocator, Transfer, aligned_buffer,
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.slices import OptimizerSlice
 from zeroshard.sharding import STAGING_SLOTS
+from zeroshard.utils.profiling import label
 
 
 class StagingSlot:
@@ -59,7 +60,7 @@ class PinnedStaging:
             nbytes = self._max_chunk_numel * grad.itemsize
             self._grad_buffer = self._tiers.zeros("buckets", "host", nbytes, torch.uint8, pinned=True)
         host_grad = self._grad_buffer[: grad.nbytes].view(grad.dtype)
-        with torch.cuda.stream(self._d2h_stream):
+        with label("copy gradients to host"), torch.cuda.stream(self._d2h_stream):
             host_grad.copy_(grad, non_blocking=True)
             record_blocking_event(self._d2h_stream).synchronize()
         return host_grad
@@ -98,7 +99,7 @@ class PinnedStaging:
             return None
         if step_event is not None:
             self._h2d_stream.wait_event(step_event)
-        with torch.cuda.stream(self._h2d_stream):
+        with label("copy parameters to device"), torch.cuda.stream(self._h2d_stream):
             param_shard.copy_(values, non_blocking=True)
             return record_blocking_event(self._h2d_stream)
 
@@ -122,11 +123,12 @@ class _StagedChunk:
     def wait(self) -> None:
         """Wait for the pending reads or writes; raise only after all of them are done."""
         failures: list[DiskError] = []
-        for transfer in self._transfers:
-            try:
-                transfer.wait()
-            except DiskError as error:
-                failures.append(error)
+        with label("wait for disk {!r}", self.chunk.flat.spec.unit):
+            for transfer in self._transfers:
+                try:
+                    transfer.wait()
+                except DiskError as error:
+                    failures.append(error)
         self._transfers = []
         if failures:
             raise failures[0]

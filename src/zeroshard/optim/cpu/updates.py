@@ -152,7 +152,8 @@ class CpuUpdates:
             if chunk.param_shard.device.type == "cpu":  # the device must have read the old values first
                 events.append(step_event)
             work = partial(self._run_update, update, readback, speculations.get(chunk), step_event, upcoming)
-            future = self._worker.submit(UpdateJob((self._chunk_order[chunk], 0), events, work, update.is_exclusive))
+            job = UpdateJob((self._chunk_order[chunk], 0), events, work, update.is_exclusive, chunk.flat.spec.unit)
+            future = self._worker.submit(job)
             pending.setdefault(chunk.flat, []).append(future)
             self._futures.append(future)
         self._grad_ready_events.clear()

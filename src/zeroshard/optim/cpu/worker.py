@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.utils.profiling import label
+
 WORKER_NICENESS = 10  # added to the nice value of the worker thread
 
 
@@ -49,8 +51,14 @@ class UpdateJob:
     events: Sequence[torch.cuda.Event | None]  # not known to be complete
     work: Callable[[], Any]  # a plain or generator function: see [Note: overlapping Python with native kernels]
     is_exclusive: bool = False  # whether no other job may be in flight
+    unit: str = ""  # whose states it updates
     future: Future[Any] = field(default_factory=Future)
     _generator: Generator[None, None, Any] | None = None  # the started, unfinished work
+
+    @property
+    def kind(self) -> str:
+        """What it does, in words."""
+        return "speculative CPU update" if self.priority[1] else "CPU update"
 
     @property
     def is_ready(self) -> bool:
@@ -92,7 +100,8 @@ class UpdateJob:
     def finish(self) -> None:
         """Run the remaining work, if any."""
         while self._generator is not None:
-            self._advance(self._generator)
+            with label("finish {} {!r}", self.kind, self.unit):
+                self._advance(self._generator)
 
     def _advance(self, generator: Generator[None, None, Any]) -> None:
         try:
@@ -179,7 +188,8 @@ def _worker_loop(queue: _JobQueue) -> None:
             started.finish()
             started = None
         if job is not None:
-            job.start()
+            with label("start {} {!r}", job.kind, job.unit):
+                job.start()
             if started is not None:
                 started.finish()
             started = job
