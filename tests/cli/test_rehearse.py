@@ -28,6 +28,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 
 fault, pids = sys.argv[1], Path(sys.argv[2])
@@ -40,6 +41,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(local_rank)
 dist.init_process_group("nccl", device_id=device)  # as written for a cluster
 device = device if torch.cuda.is_available() else torch.device("cpu")
+meshes = [init_device_mesh(device.type, (1, dist.get_world_size())) for _ in range(2)]
 
 
 class Net(nn.Module):
@@ -55,7 +57,7 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[4]))
-model, optimizer = zeroshard.shard(model, optimizer, stage=3, units=[nn.Sequential])
+model, optimizer = zeroshard.shard(model, optimizer, mesh=meshes[1], stage=3, units=[nn.Sequential])
 generator = torch.Generator().manual_seed(rank)
 child = subprocess.Popen(["sleep", "1000"])  # as a data loader's worker
 (pids / f"child{rank}").write_text(str(child.pid))

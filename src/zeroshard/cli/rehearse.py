@@ -30,6 +30,11 @@ STACK_GRACE_SECONDS = 2  # for ranks that hang to write their stacks
 POLL_SECONDS = 0.1
 LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
 RANK_PROGRAM = "from zeroshard.cli.rehearse_rank import main; main()"  # not with -m: `__main__` is the user's script
+HINTS = {
+    "EOFError: ": "The ranks of a rehearsal have no standard input: pass what the script asks for as options.",
+    "OutOfMemoryError: ": "Ranks that share a GPU share its memory: rehearse with a smaller model or batch, or fewer "
+    "ranks.",
+}
 DESCRIPTION = """\
 Run a training script with several real ranks on this machine, check what they do, and end after some optimizer steps:
 a rehearsal before renting a cluster. The script is not changed: it runs as under torchrun, calls zeroshard.shard() and
@@ -145,9 +150,9 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
     from zeroshard.train import ERROR_DIR_ENV, local_ranks
 
     gpus = torch.cuda.device_count()
-    outcome = RehearsalOutcome(options.script, options.ranks, gpus)
+    outcome = RehearsalOutcome(f"{'-m ' if options.module else ''}{options.script}", options.ranks, gpus)
     print(
-        f"rehearsing {options.script}: {_describe_ranks(outcome)}, {options.steps} steps", file=sys.stderr, flush=True
+        f"rehearsing {outcome.script}: {_describe_ranks(outcome)}, {options.steps} steps", file=sys.stderr, flush=True
     )
     with tempfile.TemporaryDirectory(prefix="zeroshard-rehearsal-") as name:
         directory, deadline = Path(name), time.time() + options.timeout
@@ -236,8 +241,8 @@ def _read_outcome(outcome: RehearsalOutcome, directory: Path, ending: _Ending) -
     late = [rank for rank in ending.killed if rank in finished]
     if late:
         outcome.notes.append(
-            f"{name_ranks(late)} still ran {END_GRACE_SECONDS} s after the last step and was ended: the script catches "
-            "SystemExit, or does more at its end"
+            f"the rehearsal killed {name_ranks(late)}, which still ran {END_GRACE_SECONDS} s after the last step: the "
+            "script catches SystemExit, or does more at its end"
         )
     if not ending.statuses:
         return
@@ -251,8 +256,8 @@ def _read_outcome(outcome: RehearsalOutcome, directory: Path, ending: _Ending) -
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
         if rank not in reports and lines:
             outcome.failure += "".join(f"\n  {line}" for line in (f"last output of rank {rank}:", *lines))
-    if "EOFError" in outcome.failure:
-        outcome.failure += "\nThe ranks of a rehearsal have no standard input: pass what the script asks for as options"
+    for error, hint in HINTS.items():
+        outcome.failure += f"\n{hint}" if error in _error_line(outcome.failure) else ""
 
 
 def _error_line(message: str) -> str:
@@ -345,7 +350,8 @@ def _describe_ranks(outcome: RehearsalOutcome) -> str:
     ranks = f"{outcome.ranks} ranks" if outcome.ranks > 1 else "1 rank"
     gpus = f"{outcome.gpus} GPUs" if outcome.gpus > 1 else "1 GPU"
     if not outcome.gpus:
-        return f"{ranks} on the CPU"
+        cores = os.cpu_count() or 1
+        return f"{ranks} on the CPU" + (f" ({cores} cores: slow)" if cores < outcome.ranks else "")
     if outcome.gpus < outcome.ranks:
         return f"{ranks} share {gpus} (LOCAL_RANK is the rank modulo {outcome.gpus})"
     return f"{ranks}, one per GPU"

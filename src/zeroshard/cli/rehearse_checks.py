@@ -34,7 +34,7 @@ class ModelRecord:
     shard_rank: int = 0
     tensor_rank: int = 0
     is_partitioned: bool = False  # whether each rank has only a shard of the parameters
-    start: str | None = None  # checksum of the weights given to shard(); None: on the meta device
+    start: str | None = None  # checksum of the weights given to shard(); None: none, as on the meta device
     batches: list[str] = field(default_factory=list)  # checksums of the inputs of forwards with gradients
     steps: int = 0
     values: list[dict[str, str]] = field(default_factory=list)  # before each step: checksum by parameter name
@@ -309,7 +309,7 @@ def _check_data(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
 def _check_start(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     starts = {rank: model.start for rank, model in models.items()}
     if len(models) < 2 or None in starts.values():
-        reason = "one rank" if len(models) < 2 else "the model was built on the meta device"
+        reason = "one rank" if len(models) < 2 else "no weights before shard(), as on the meta device"
         return RehearsalCheck("start", NOT_CHECKED, reason)
     if len(set(starts.values())) > 1:
         text = f"ranks passed different weights to shard() {_odd_ones(starts)}: rank 0's count, as with DDP"

@@ -55,10 +55,10 @@ from zeroshard.planner import count_states
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in
 
-SHARED_GPU = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}  # NCCL over loopback sockets
+NCCL_OVER_LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 END_FILE = "end"  # the launcher creates it when all ranks have made their steps
 MAX_BATCHES = 64  # forwards whose inputs are compared
-CHUNK_WORDS = 2**20  # of 4 bytes: checksums need little memory
+CHUNK_WORDS = 2**18  # of 4 bytes: a checksum needs little memory
 CHECKSUM_MODULUS = 2**52 - 47
 POLL_SECONDS = 0.05
 
@@ -117,10 +117,8 @@ def _run_script(kind: str, command: Sequence[str]) -> None:
 def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) -> None:
     """Set this process's environment, standard streams and stack dumps, and end it if the launcher is gone."""
     if settings.shares_gpus:
-        local = {"LOCAL_RANK": str(rank % settings.gpus), "GROUP_RANK": str(rank // settings.gpus)}
-        on_this_node = min(settings.gpus, settings.ranks - rank // settings.gpus * settings.gpus)
-        os.environ.update(local, LOCAL_WORLD_SIZE=str(on_this_node), NCCL_HOSTID=f"rehearsal-{rank}")
-        os.environ.update({name: value for name, value in SHARED_GPU.items() if name not in os.environ})
+        os.environ.update(shared_gpu_environment(rank, settings.ranks, settings.gpus))
+        os.environ.update({name: value for name, value in NCCL_OVER_LOOPBACK.items() if name not in os.environ})
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank:
         log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -132,6 +130,23 @@ def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) ->
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, settings.deadline - time.time()), file=stacks)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def shared_gpu_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
+    """Return the variables of a rank that shares a GPU: see [Note: a GPU for several ranks].
+
+    >>> [shared_gpu_environment(rank, ranks=3, gpus=2)["LOCAL_RANK"] for rank in range(3)]
+    ['0', '1', '0']
+    >>> shared_gpu_environment(2, ranks=3, gpus=2)["LOCAL_WORLD_SIZE"]
+    '1'
+    """
+    node, local_rank = divmod(rank, gpus)
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(min(gpus, ranks - node * gpus)),
+        "GROUP_RANK": str(node),
+        "NCCL_HOSTID": f"rehearsal-{rank}",
+    }
 
 
 def _end_with_launcher(launcher: int) -> None:
@@ -345,11 +360,9 @@ def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
     """Record checksums of the values that other ranks have too, and whether all values are finite."""
     has_copies = engine.comm.data_parallel_size > (engine.comm.shard_axis.size if record.is_partitioned else 1)
     results: list[tuple[str, torch.Tensor]] = []
-    for name, values in _values(engine):
-        if not _is_plain(values):
-            continue
-        has_nan = values.is_floating_point() or values.is_complex()
-        is_finite = torch.isfinite(values).all() if has_nan else torch.ones((), dtype=torch.bool, device=values.device)
+    for name, values, is_trained in _values(engine):
+        # a frozen parameter may be infinite on purpose, such as a mask, and in a dtype without arithmetic
+        is_finite = torch.isfinite(values).all() if is_trained else torch.ones((), device=values.device)
         number = checksum_tensor(values) if has_copies else torch.zeros((), dtype=torch.int64, device=values.device)
         results.append((name, torch.stack([number, is_finite.to(torch.int64)])))
     checksums: dict[str, list[int]] = {}
@@ -361,18 +374,18 @@ def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
     record.values.append({name: _digest(numbers) for name, numbers in checksums.items()} if has_copies else {})
 
 
-def _values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (parameter name, values) of full parameters, or of this rank's shards if they are partitioned."""
+def _values(engine: Engine) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name, values, is_trained) of full parameters, or of this rank's shards if they are partitioned."""
     for unit in engine.units:
         if unit.state.name == "UNSHARDING" and not unit.is_partitioned:
             unit.wait_for_unshard()
         for flat in unit.flats:
             if not unit.is_partitioned and unit.state.name == "UNSHARDED":
                 for index, name in enumerate(flat.names):
-                    yield name, flat.full[flat.layout.range_of_param(index).slice]
+                    yield name, flat.full[flat.layout.range_of_param(index).slice], flat.spec.is_trainable
             elif unit.is_partitioned and not _is_away(flat):
                 for index, _, values in flat.owned_slices():
-                    yield flat.names[index], values
+                    yield flat.names[index], values, flat.spec.is_trainable
 
 
 def _is_away(flat: FlatParam) -> bool:
@@ -444,11 +457,12 @@ def predict_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[dic
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of a tensor can be read where it is."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested and not tensor.is_quantized
+    is_known = isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_known and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _checksum_weights(model: nn.Module) -> str | None:
-    """Return a checksum of all parameters of a model; None if some are on the meta device."""
+    """Return a checksum of all parameters of a model; None if some cannot be read, as on the meta device."""
     parameters = dict(model.named_parameters())
     if any(not _is_plain(parameter) for parameter in parameters.values()):
         return None
@@ -474,7 +488,7 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     length = data.numel() // 4 * 4
     words = data[:length] if data.storage_offset() % 4 == 0 else data[:length].clone()
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    # at most 2^20 words below 2^31, times weights up to 2^10: the sum fits into 64 bits
+    # at most 2^18 words below 2^31, times weights up to 2^10: the sum fits into 64 bits
     for piece in (*torch.split(words.view(torch.int32), CHUNK_WORDS), data[length:]):
         weights = torch.arange(piece.numel(), device=data.device) * 40503 % 1021 + 1
         total = (total * 257 + (piece.to(torch.int64) * weights).sum()) % CHECKSUM_MODULUS
