@@ -21,6 +21,7 @@ from zeroshard.cli import rehearse
 from zeroshard.cli.main import main
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord, RehearsalCheck, run_checks
 from zeroshard.cli.rehearse_rank import RankRecorder, RehearsalSettings, checksum
+from zeroshard.models import GPT, GPTConfig
 
 STEPS = 3
 SCRIPT = """
@@ -311,6 +312,34 @@ def test_a_planted_fault_is_found(fault: str, stage: int, name: str, status: str
     assert {check.status for check in others.values()} <= {"passed", "not checked"}, found
 
 
+def tensor_parallel(rank: int, directory: str, is_right: bool) -> RankRecord:
+    """Train a GPT on two pairs of tensor-parallel ranks, with the data of the pair or, wrongly, of the rank."""
+    settings = RehearsalSettings(STEPS, 0, dist.get_world_size(), time.time() + 60, is_quiet=False)
+    recorder = RankRecorder(Path(directory), rank, settings)
+    (Path(directory) / "end").touch()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    with pytest.raises(SystemExit), recorder.installed():
+        model: Any = GPT(GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=32))
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=2)
+        generator = torch.Generator().manual_seed(rank // 2 if is_right else rank)
+        while True:
+            tokens = torch.randint(64, (2, 8), generator=generator)
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return recorder.record
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_get_the_same_data_and_hold_what_is_planned(tmp_path: Path) -> None:
+    found = run_checks(run_processes(4, tensor_parallel, str(tmp_path), True), 4, STEPS)
+    assert {check.status for check in found} == {"passed"}, found
+    found = run_checks(run_processes(4, tensor_parallel, str(tmp_path), False), 4, STEPS)
+    failed = {check.name: check.text for check in found if check.status == "failed"}
+    assert failed["data"].startswith("ranks 0 and 1 compute one model together (tensor axis) and got different batches")
+
+
 @pytest.mark.slow
 def test_a_script_that_never_shards_ends_after_the_steps_of_its_own_optimizer(tmp_path: Path) -> None:
     (check,) = checks_of(2, tmp_path, "never shards").values()
@@ -325,7 +354,7 @@ def three(**fields: Any) -> list[RankRecord]:
         data_ranks=3,
         start="w",
         steps=2,
-        values=[{"w": "1"}, {"w": "2"}, {"w": "3"}],
+        values={"before step 1": {"w": "1"}, "before step 2": {"w": "2"}, "after step 2": {"w": "3"}},
         options="lr",
         events=7,
         traffic={"all-reduce": (2, 200)},
@@ -353,7 +382,7 @@ def changed(records: list[RankRecord], rank: int, **fields: Any) -> list[RankRec
         ({"steps": 1}, "steps", "failed", "ranks 0-1: 2 of 2; rank 2: 1 of 2"),
         ({"events": 8}, "collectives", "failed", "rank 2 ran other collectives"),
         ({"held": {"parameters, device": 2 * 10**6}}, "memory", "failed", "rank 2 has 2.00 MB of parameters, device"),
-        ({"values": [{"w": "1"}, {"w": "2"}, {"w": "x"}]}, "replicas", "failed", "'w' differs after step 2 on rank 2"),
+        ({"values": {"before step 2": {"w": "x"}}}, "replicas", "failed", "'w' differs before step 2 on rank 2"),
         ({"options": "other"}, "optimizer", "failed", "rank 2 has other options"),
         ({"batches": ["batch 0"]}, "data", "warning", "ranks 0, 2 got the same 1 batch"),
         ({"not_finite": ["'w' before step 2"]}, "finite", "failed", "rank 2: 'w' before step 2 is not finite"),

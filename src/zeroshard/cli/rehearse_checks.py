@@ -37,14 +37,14 @@ class ModelRecord:
     start: str | None = None  # checksum of the weights given to shard(); None: none, as on the meta device
     batches: list[str] = field(default_factory=list)  # checksums of the inputs of forwards with gradients
     steps: int = 0
-    values: list[dict[str, str]] = field(default_factory=list)  # before each step: checksum by parameter name
+    values: dict[str, dict[str, str]] = field(default_factory=dict)  # by moment: checksum by parameter name
     not_finite: list[str] = field(default_factory=list)
     options: str = ""  # of the optimizer's groups, after the last step
     events: int = 0  # in the recorded order of collectives
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)  # number and bytes of collectives, by kind
     step_traffic: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same of the last step
     formula_traffic: dict[str, int] = field(default_factory=dict)  # bytes of a step by the formula
-    backwards: int = 0  # of the last step
+    backwards: int | None = None  # of the last step; None: in its closure
     held: dict[str, int] = field(default_factory=dict)  # bytes after the last step, by "kind, tier"
     predicted: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # bytes on the device
@@ -153,7 +153,8 @@ def _check_traffic(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
 
     model = _first(models)
     if not model.formula_traffic or not model.steps:
-        return result(NOT_CHECKED, "no collectives of a step" if model.steps else "no step")
+        reason = "the backward is in a closure" if model.backwards is None else "no collectives of a step"
+        return result(NOT_CHECKED, reason if model.steps else "no step")
     measured = {kind: model.step_traffic.get(kind, (0, 0))[1] for kind in ("all-gather", "reduce-scatter")}
     reduced = model.step_traffic.get("all-reduce", (0, 0))[1]
     formula = model.formula_traffic
@@ -165,10 +166,11 @@ def _check_traffic(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     text = f"{format_bytes(total)} in the last step ({psi}), by the formula {format_bytes(expected)}"
     if is_equal:
         return result(PASSED, text)
+    backwards = _count(model.backwards or 0, "backward")
     return result(
         WARNING,
-        f"{text} for {_count(model.backwards, 'backward')}. An evaluation, a unit that runs several times or no_sync() "
-        "changes it; else look for forwards without a backward",
+        f"{text} for {backwards}. An evaluation, a unit that runs several times or no_sync() changes it; else look for "
+        "forwards without a backward",
     )
 
 
@@ -231,14 +233,13 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     if not copies:
         reason = "each value is on one rank only" if len(models) > 1 else "one rank"
         return result(NOT_CHECKED, reason)
-    moments = min(len(model.values) for model in models.values())
+    moments = [when for when in first.values if all(when in model.values for model in models.values())]
     if not moments:
         return result(NOT_CHECKED, "no step")
-    for moment in range(moments):
-        when = f"before step {moment + 1}" if moment < first.steps else f"after step {first.steps}"
+    for when in moments:
         for group in copies:
-            for name in models[group[0]].values[moment]:
-                found = {rank: models[rank].values[moment].get(name) for rank in group}
+            for name in models[group[0]].values[when]:
+                found = {rank: models[rank].values[when].get(name) for rank in group}
                 if len(set(found.values())) > 1:
                     return result(
                         FAILED,
@@ -246,7 +247,7 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
                         "as an edit under `if rank == …`",
                     )
     what = "shards of replicas" if first.is_partitioned else "parameters"
-    return result(PASSED, f"{what} have the same bits in {_count(moments, 'comparison')}")
+    return result(PASSED, f"{what} have the same bits in {_count(len(moments), 'comparison')}")
 
 
 def _check_finite(models: Mapping[int, ModelRecord]) -> RehearsalCheck:

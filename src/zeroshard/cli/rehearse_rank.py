@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -47,10 +47,11 @@ from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
 from zeroshard.engine import Engine, FlatParam
-from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
+from zeroshard.optim import state_bytes_per_element
 from zeroshard.planner import count_states
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in
@@ -58,6 +59,8 @@ from zeroshard.utils.tree import tensors_in
 NCCL_OVER_LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 END_FILE = "end"  # the launcher creates it when all ranks have made their steps
 MAX_BATCHES = 64  # forwards whose inputs are compared
+MAX_COMPARED_STEPS = 10  # first steps whose values are compared; of later ones, only the last
+MAX_NOT_FINITE = 100  # values that are listed
 CHUNK_WORDS = 2**18  # of 4 bytes: a checksum needs little memory
 CHECKSUM_MODULUS = 2**52 - 47
 POLL_SECONDS = 0.05
@@ -106,11 +109,12 @@ def main() -> None:
 def _run_script(kind: str, command: Sequence[str]) -> None:
     """Run a script or a module as Python itself would."""
     sys.argv[:] = command
+    if sys.path[:1] == [""]:  # of `python -c`
+        del sys.path[0]
+    sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(command[0]).resolve().parent))
     if kind == "module":
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(command[0]).resolve().parent)
         runpy.run_path(command[0], run_name="__main__")
 
 
@@ -169,7 +173,7 @@ class RankRecorder:
     def __init__(self, directory: Path, rank: int, settings: RehearsalSettings) -> None:
         self.record = RankRecord(rank)
         self._directory, self._settings = directory, settings
-        self._sharded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[ModelRecord, Engine]]
+        self._sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[ModelRecord, Engine]]
         self._sharded = weakref.WeakKeyDictionary()
         self._is_sharding = False  # shard() steps copies of an optimizer to test it
 
@@ -243,18 +247,23 @@ class RankRecorder:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.record.is_finished:
             raise SystemExit(0)  # again: the script has caught it
-        record, engine = self._find(optimizer)
-        if record is not None and engine is not None:
-            record.backwards = engine.backward_count
+        sharded = self._sharded.get(optimizer)
+        if sharded is not None:
+            record, engine = sharded
+            has_closure = len(args) > 1 or kwargs.get("closure") is not None
+            record.backwards = None if has_closure else engine.backward_count
             _record_values(record, engine, f"before step {record.steps + 1}")
+            if record.steps > MAX_COMPARED_STEPS:
+                record.values.pop(f"before step {record.steps}", None)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        record, engine = self._find(optimizer)
-        if record is not None and engine is not None:
+        sharded = self._sharded.get(optimizer)
+        if sharded is not None:
+            record, engine = sharded
             record.steps += 1
             _record_step(record, engine, optimizer)
             if record.steps >= self._settings.steps:
-                if engine.context.config.offload is None:
+                if engine.context.config.offload is None:  # else the update still runs
                     _record_values(record, engine, f"after step {record.steps}")
                 self._finish()
             self.write()
@@ -262,10 +271,6 @@ class RankRecorder:
             self.record.plain_steps += 1
             if self.record.plain_steps >= self._settings.steps:
                 self._finish()
-
-    def _find(self, optimizer: torch.optim.Optimizer) -> tuple[ModelRecord | None, Engine | None]:
-        found = self._sharded.get(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
-        return (None, None) if found is None else found
 
     def _finish(self) -> None:
         """Wait until all ranks are here, and end the script: see [Note: how a rehearsal ends]."""
@@ -319,8 +324,9 @@ def _record_batch(record: ModelRecord, module: nn.Module, args: tuple[Any, ...],
     """Record a checksum of the inputs of a forward with gradients."""
     if torch.is_grad_enabled() and len(record.batches) < MAX_BATCHES:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
-        if inputs:
-            record.batches.append(_digest([(str(tensor.shape), checksum(tensor)) for tensor in inputs]))
+        with suppress(RuntimeError):  # inside vmap, a tensor has no bytes
+            if inputs:
+                record.batches.append(_digest([(str(tensor.shape), checksum(tensor)) for tensor in inputs]))
 
 
 @torch.no_grad()
@@ -330,7 +336,7 @@ def _record_step(record: ModelRecord, engine: Engine, optimizer: torch.optim.Opt
     record.events = engine.order.event_count
     record.traffic = {kind: (traffic.count, traffic.bytes) for kind, traffic in counters.total.items()}
     record.step_traffic = {kind: (traffic.count, traffic.bytes) for kind, traffic in counters.last_step.items()}
-    record.formula_traffic = formula_traffic(engine, record.backwards)
+    record.formula_traffic = {} if record.backwards is None else formula_traffic(engine, record.backwards)
     kinds = {key.partition(", ")[0] for key in record.predicted}
     held = {f"{kind}, {tier}": nbytes.now for (kind, tier), nbytes in list(tracker.by_kind.items()) if kind in kinds}
     record.held = {key: nbytes for key, nbytes in held.items() if nbytes}
@@ -343,7 +349,7 @@ def _record_step(record: ModelRecord, engine: Engine, optimizer: torch.optim.Opt
     ]
     flags = [torch.isfinite(shard).all() for _, shard in shards]
     for (flat, _), is_finite in zip(shards, torch.stack(flags).tolist() if flags else (), strict=True):
-        if not is_finite:
+        if not is_finite and len(record.not_finite) < MAX_NOT_FINITE:
             record.not_finite.append(f"a gradient of {flat.names[0]!r} or its neighbours in step {record.steps}")
 
 
@@ -369,9 +375,9 @@ def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
     for name, result in results:
         checksum_value, finite_flag = result.tolist()
         checksums.setdefault(name, []).append(checksum_value)
-        if not finite_flag:
+        if not finite_flag and len(record.not_finite) < MAX_NOT_FINITE:
             record.not_finite.append(f"{name!r} {when}")
-    record.values.append({name: _digest(numbers) for name, numbers in checksums.items()} if has_copies else {})
+    record.values[when] = {name: _digest(numbers) for name, numbers in checksums.items()} if has_copies else {}
 
 
 def _values(engine: Engine) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -457,8 +463,8 @@ def predict_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[dic
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of a tensor can be read where it is."""
-    is_known = isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, nn.Parameter)
-    return is_known and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    has_storage = isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor)
+    return has_storage and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
 
 
 def _checksum_weights(model: nn.Module) -> str | None:
@@ -483,7 +489,7 @@ def checksum(tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of :func:`checksum` as a tensor on the same device: it does not wait for the device."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach().as_subclass(torch.Tensor)
     data = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     length = data.numel() // 4 * 4
     words = data[:length] if data.storage_offset() % 4 == 0 else data[:length].clone()
