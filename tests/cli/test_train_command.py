@@ -637,11 +637,12 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
 
 
 def test_help_is_quick_because_torch_is_not_imported() -> None:
-    code = "import sys; from zeroshard.cli.main import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from zeroshard.cli.main import main\nfor command in ('train', 'rehearse'):\n"
+    code += "    try: main([command, '--help'])\n    except SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    assert "--micro-batch" in done.stdout
+    assert "--micro-batch" in done.stdout and "bandwidth, step time or overlap" in done.stdout
 
 
 def test_an_unknown_command_is_refused_with_the_nearest() -> None:

@@ -166,7 +166,7 @@ def state_sizes(
         on_gpu=on_gpu,
     )
     flats = plan.flats
-    states, offloaded = _count_states(flats, placement, optimizer_states)
+    states, offloaded = count_states(flats, placement, optimizer_states)
     trained = [flat for flat in flats if flat.is_optimized]
     rings = _ring_sizes(trained, on_gpu)
     uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
@@ -328,7 +328,7 @@ def _unit_sizes(
     )
 
 
-def _count_states(
+def count_states(
     flats: list[FlatSpec], placement: Placement, optimizer_states: int
 ) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
     """Return the bytes of states on the device, and of offloaded states by (kind of state, tier)."""

@@ -8,11 +8,24 @@ if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
-    from zeroshard.train.launch import run_training
+    from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
     from zeroshard.train.models.huggingface import open_model
+    from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
     from zeroshard.train.report.html_report import write_html_report
 
-__all__ = ["generate_text", "open_model", "read_options", "run_training", "shakespeare", "write_html_report"]
+__all__ = [
+    "ERROR_DIR_ENV",
+    "describe_first_failure",
+    "generate_text",
+    "local_ranks",
+    "open_model",
+    "read_errors",
+    "read_options",
+    "report_failure",
+    "run_training",
+    "shakespeare",
+    "write_html_report",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -22,6 +35,7 @@ __getattr__, __dir__ = lazy_names(
         "generation": "generate_text",
         "models.huggingface": "open_model",
         "report.html_report": "write_html_report",
-        "launch": "run_training",
+        "launch": "describe_first_failure local_ranks run_training",
+        "rank": "ERROR_DIR_ENV read_errors report_failure",
     },
 )

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -119,28 +119,39 @@ def check_options(options: TrainOptions, ranks: int) -> None:
 def launch(ranks: int, argv: Sequence[str]) -> int:
     """Run `zeroshard train` in ``ranks`` processes on this machine, and return the exit status."""
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as error_dir:
-        store = local_store()
-        environment = {**os.environ, **_local_environment(ranks, store.port), ERROR_DIR_ENV: error_dir}
-        processes: list[subprocess.Popen[bytes]] = []
-        received_signals: list[int] = []
-        with _collect_signals(received_signals):
-            try:
-                for rank in range(ranks):
-                    rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-                    command = [sys.executable, "-m", "zeroshard", "train", *argv]
-                    # in a new session: the launcher forwards Ctrl-C once, and the terminal does not send it too
-                    processes.append(
-                        subprocess.Popen(command, env={**environment, **rank_environment}, start_new_session=True)
-                    )
-                failed = _wait_ranks(processes, received_signals)
-            finally:
-                for process in processes:
-                    _send_signal(process, signal.SIGKILL)
-                    process.wait()
+        command = [sys.executable, "-m", "zeroshard", "train", *argv]
+        with local_ranks(ranks, command, {ERROR_DIR_ENV: error_dir}) as (processes, received_signals):
+            failed = _wait_ranks(processes, received_signals)
         if failed or (received_signals and any(not report["is_peer_lost"] for report in read_errors(Path(error_dir)))):
             print("zeroshard train: " + describe_first_failure(Path(error_dir), failed), file=sys.stderr)
             return 1
         return 128 + received_signals[0] if received_signals else 0
+
+
+@contextmanager
+def local_ranks(
+    ranks: int, command: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
+    """Start ``command`` once per rank, with torchrun's variables; kill what is left of the ranks at the end.
+
+    Yields the processes, and a list of the stop signals that this process receives meanwhile.
+    """
+    store = local_store()
+    shared = {**os.environ, **_local_environment(ranks, store.port), **environment}
+    processes: list[subprocess.Popen[bytes]] = []
+    received_signals: list[int] = []
+    with _collect_signals(received_signals):
+        try:
+            for rank in range(ranks):
+                rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                # in a new session: the launcher forwards Ctrl-C once, and the terminal does not send it too
+                processes.append(subprocess.Popen(command, env={**shared, **rank_environment}, start_new_session=True))
+            yield processes, received_signals
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also the children of a rank that has ended
+                process.wait()
 
 
 def local_store() -> TCPStore:
