@@ -24,6 +24,14 @@ from benchmarks.harness.trials import make_parser
 SECTIONS = ("curves", "titan", "predictions", "kills", "endurance")
 MEASURED = tuple(name for name in SECTIONS if name != "predictions")
 RESULTS = Path("benchmarks/results/evidence")
+BASE, CONTROL = "DDP", "DDP, learning rate 1 % higher"  # curves: with which all are compared, and what must differ
+COUNTED = {  # endurance: what is counted, and its name
+    "allocated": "device MB",
+    "reserved": "reserved MB",
+    "resident": "host MB",
+    "threads": "threads",
+    "files": "open files",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

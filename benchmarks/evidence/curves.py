@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from benchmarks.evidence import BASE, CONTROL
 from benchmarks.harness.ranks import default_backend, run_ranks
 from benchmarks.harness.record import Result, failure
 from benchmarks.harness.trials import Trials
@@ -25,7 +26,6 @@ from benchmarks.harness.variants import precision
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.data.corpus import shakespeare
 
-BASE, CONTROL = "DDP", "DDP, learning rate 1 % higher"
 VARIANTS = (BASE, "FSDP2", *(f"zeroshard {stage}" for stage in range(4)), CONTROL)
 RANKS, RATE, CLIP = 2, 6e-4, 1.0
 SHAPE = {"layers": 12, "heads": 12, "width": 768, "sequence": 256, "batch": 8}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from benchmarks.evidence import COUNTED
 from benchmarks.harness.ranks import default_backend, run_ranks
 from benchmarks.harness.record import Result, failure
 from benchmarks.harness.trials import Trials
@@ -25,8 +26,6 @@ from benchmarks.harness.variants import precision
 from benchmarks.suites.scaling import fit_line
 
 KINDS: dict[str, dict[str, Any]] = {"stage 3": {}, "stage 3, states on the host": {"offload": "host"}}
-COUNTED = {"allocated": "device MB", "reserved": "reserved MB", "resident": "host MB", "threads": "threads"}
-COUNTED |= {"files": "open files"}
 RANKS, SAMPLES, SAVES = 2, 100, 20
 UNITS, WIDTH, ROWS = 2, 512, 64  # few collectives: between ranks that share a GPU each takes milliseconds
 

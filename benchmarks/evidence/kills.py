@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -270,16 +271,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> None:
     """Run several trainings at a time, one backend after the other."""
     backends = chosen.backends or (("gloo", "nccl") if chosen.device == "cuda" else ("gloo",))
-    kills, jobs = chosen.kills or (8 if chosen.tiny else 250), chosen.jobs or 8
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    kills = chosen.kills or (8 if chosen.tiny else 250)
+    jobs = min(kills, chosen.jobs or 8)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     record = Record("evidence", chosen.device, chosen.out)
     print(describe(record.machine), flush=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for backend in backends:
         begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, environment):
             _run_backend(backend, kills, jobs, Path(folder), (context, store.port), record)
         record.add({"backend": backend, "wall_seconds": round(time.perf_counter() - begin, 1), "jobs": jobs})
     show(record)
@@ -298,16 +300,15 @@ def _run_backend(
         return Run(context, Training(backend, stage, str(folder), port), next(numbers), steps, kill)
 
     def run_job(job: int) -> None:
-        stage, folder = job % 4, parent / f"job-{job}"
+        stage, folder = stages[job % len(stages)], parent / f"job-{job}"
         plan = _plan(kills // jobs + (job < kills % jobs), seed=job)
         for result in run_chain(partial(start, stage, folder), plan, references[stage].weights, folder):
             with lock:
                 record.add({"backend": backend, "stage": stage, **result})
                 print(record.results[-1], flush=True)
 
-    lock = threading.Lock()
+    lock, stages = threading.Lock(), (3, 2, 1, 0)[:jobs]
     with ThreadPoolExecutor(jobs) as pool:
-        stages = range(min(4, jobs))
         runs = pool.map(lambda stage: start(stage, parent / f"{stage}", None), stages)
         references = dict(zip(stages, runs, strict=True))
         for stage, run in references.items():
