@@ -1,6 +1,7 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
 # make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all: all
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
+# make evidence  measure what docs/evidence.md shows, on a GPU, in under 30 minutes, and write the page
 # make lint    run ruff and mypy
 # make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches
@@ -14,7 +15,7 @@ PYTEST_ARGS ?= -q -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-slow test-gpu test-all lint dev clean
+.PHONY: train test test-slow test-gpu test-all evidence lint dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
@@ -31,6 +32,10 @@ test-gpu: $(VENV)/.test  # on a machine with a GPU; several NCCL ranks share it 
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+evidence: $(VENV)/.test
+	$(BIN)/python -m benchmarks evidence $(ARGS)
+	$(BIN)/python -m benchmarks docs
 
 dev: $(VENV)/.dev
 

@@ -15,6 +15,7 @@ COMMANDS = {  # name → where its function is, and what it measures
     "buckets": ("suites.stages:buckets", "a step by the size of buckets"),
     "checkpoint": ("suites.checkpoint:main", "saving and loading, compared with a raw write and FSDP2"),
     "docs": ("report:main", "rebuild the tables and charts of the pages from the records, or check them"),
+    "evidence": ("evidence:main", "what experts ask for: curves, a Llama, predictions, kills, endurance"),
     "host_adam": ("suites.optimizer:host_adam", "Adam on the host: nanoseconds a parameter"),
     "memory": ("suites.memory:main", "reserved and allocated memory, and training in memory that is nearly full"),
     "offload": ("suites.offload:main", "states on the host and on disk: a step, and the largest model"),

@@ -1,6 +1,6 @@
 """Build the tables and charts of the pages from the records in benchmarks/results.
 
-    python -m benchmarks docs                          # rewrite README.md and docs/benchmarks.md
+    python -m benchmarks docs                          # rewrite README.md, docs/benchmarks.md and docs/evidence.md
     python -m benchmarks docs --check                  # change nothing; fail where a page differs from its records
     python -m benchmarks docs --add FILE peers/large   # first make FILE, written with --out, the record of this run
 
@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence import page as evidence
 from benchmarks.harness.record import ROOT, cell, describe, encode, markdown
 
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", evidence.PAGE)
 BLOCK = re.compile(r"(?ms)^<!-- (?P<name>[\w .]+/[\w .]+)(?P<shown>\n[^>]*| )-->\n.*?^<!-- end -->$")
 Row = dict[str | int, Any]  # a table's row: cells by the head of their column and by its index
 BAR_LENGTH, NAME_LENGTH = 40, 30  # characters
@@ -114,8 +115,10 @@ def read_runs(root: Path, suite: str) -> tuple[Path, dict[str, Any]]:
 
 
 def read_record(root: Path, run: str) -> dict[str, Any]:
-    """Return the record of a run, SUITE/RUN."""
+    """Return the record of a run, SUITE/RUN. Each section of the evidence has a file of its own."""
     suite, _, name = run.partition("/")
+    if suite == "evidence" and (section := evidence.read_section(root, name)) is not None:
+        return section
     path, runs = read_runs(root, suite)
     if name not in runs:
         raise SystemExit(f"{path} has no run {name!r}: expected one of {list(runs)}. Add it with docs --add FILE {run}")
@@ -137,13 +140,20 @@ def select(bar: str = "", label: str = "", **table: Any) -> Table | Chart:
 
 def build_block(name: str, shown: str, root: Path) -> str:
     """Return the text of a block."""
+    suite, _, section = name.partition("/")
+    if suite == "evidence" and evidence.read_section(root, section) is None:
+        return evidence.missing(section)
     run, *parts = README.get(name) or (name, *(select(**each) for each in tomllib.loads(shown).get("show", ())))
     record = read_record(root, run)
     try:
         texts = [part.build(record["tables"]) for part in parts or [Table([table]) for table in record["tables"]]]
     except KeyError as error:
         raise SystemExit(f"the record of {run} has no table or column {error}, which {name} shows") from None
-    return "\n\n".join(texts if name in README else [describe_run(record), *texts])
+    if suite == "evidence":
+        texts = [evidence.summarize(section, record, root), *texts, describe_run(record)]
+    elif name not in README:
+        texts = [describe_run(record), *texts]
+    return "\n\n".join(texts)
 
 
 def build_page(page: str, root: Path) -> str:
@@ -162,9 +172,10 @@ def build_page(page: str, root: Path) -> str:
 def add_record(root: Path, source: Path, run: str) -> None:
     """Make the record in a file the one of a run, SUITE/RUN."""
     suite, _, name = run.partition("/")
-    path, runs = read_runs(root, suite)
-    runs[name] = json.loads(source.read_text(encoding="utf-8"))
-    path.write_text(encode(runs) + "\n", encoding="utf-8")
+    record = json.loads(source.read_text(encoding="utf-8"))
+    path, runs = (evidence.path_of(root, name), {}) if suite == "evidence" else read_runs(root, suite)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(encode({**runs, name: record} if suite != "evidence" else record) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -175,10 +186,15 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
     chosen = parser.parse_args(argv)
     if chosen.add:
         add_record(root, Path(chosen.add[0]), chosen.add[1])
-    files = {page: build_page(page, root) for page in PAGES}
-    stale = [name for name, text in files.items() if (root / name).read_text(encoding="utf-8") != text]
+    files = {path: build_page(path, root) for path in PAGES} | evidence.draw_charts(root)
+    stale = [name for name, text in files.items() if not _is_text(root / name, text)]
     if chosen.check and stale:
         raise SystemExit(f"{', '.join(stale)}: not what the records say. Run: python -m benchmarks docs")
     for name in stale:
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(files[name], encoding="utf-8")
         print(f"wrote {name}")
+
+
+def _is_text(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text

@@ -1,8 +1,13 @@
-"""Real ranks on this machine: processes that exit when the process that started them ends, also if it is killed."""
+"""Real ranks on this machine: processes that exit when the process that started them ends, also if it is killed.
+
+Over NCCL, ranks share the first GPU if there are not enough. NCCL refuses two ranks on one GPU only if they seem to be
+on the same host, so each gets a host id of its own; data then goes through loopback sockets.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import sys
@@ -15,10 +20,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness.record import Result
+
+# NCCL between ranks that share a GPU. Large buffers: ranks take turns on the GPU, and pass on what a buffer holds
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_BUFFSIZE": str(2**24),
+    "NCCL_SOCKET_NTHREADS": "2",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
+
+
+def default_backend(device: str) -> str:
+    """Return the backend that training uses on a device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def join_group(backend: str, store: dist.Store, rank: int, ranks: int, seconds: float = 600.0) -> torch.device:
+    """Be a rank of a new process group; return its device. Collectives fail after ``seconds``."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        is_shared = torch.cuda.device_count() < ranks
+        device = torch.device("cuda", 0 if is_shared else rank)
+        if is_shared:
+            os.environ.update({**SHARED_GPU, **os.environ, "NCCL_HOSTID": f"rank-{os.getpid()}"})
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    return device
 
 
 def run_ranks(function: Callable[..., Result], ranks: int, backend: str = "gloo", **arguments: Any) -> Result:
@@ -40,7 +76,7 @@ def _run_rank(
     rank: int, parent: int, folder: str, function: Callable[..., Result], ranks: int, backend: str, arguments: Any
 ) -> None:
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    join_group(backend, dist.FileStore(f"{folder}/store", ranks), rank, ranks)
     try:
         found = function(**arguments)
     except Exception:

@@ -137,13 +137,19 @@ def ddp(job: Job) -> Loop:
     return Loop(job, model, adamw(model), around, autocast=True)
 
 
-def fsdp2(job: Job, every_time: bool = False, offload: bool = False, is_mixed: bool | None = None) -> Loop:
+def fsdp2(
+    job: Job,
+    every_time: bool = False,
+    offload: bool = False,
+    is_mixed: bool | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Loop:
     """torch's FSDP2: every block, then the root. ``offload``: all states are on the host and updated there."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model, device = job.model(on_meta=True), job.device
     dtype = torch.bfloat16 if (job.is_mixed if is_mixed is None else is_mixed) else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype or dtype)
     offloaded = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     for part in (*model.blocks, model):  # type: ignore[misc]
         fully_shard(part, mesh=job.mesh, mp_policy=policy, offload_policy=offloaded)

@@ -18,6 +18,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.group import CheckpointGroup
+from zeroshard.checkpoint.writer import _RankWriter
 from zeroshard.comm import heartbeat_monitor, peers
 
 AT, STEPS = 3, 6  # the step in which a rank does it, of how many
@@ -53,6 +54,9 @@ def _do(what: str, model: Net, optimizer: Any, directory: Path) -> None:
         _kill()
     elif what == "killed in save":
         CheckpointGroup.run_on_all = _kill  # type: ignore[method-assign,assignment]
+        zeroshard.save(directory / "step", model, optimizer)
+    elif what == "killed in save, writing":
+        _RankWriter.write = _kill  # type: ignore[method-assign,assignment]
         zeroshard.save(directory / "step", model, optimizer)
     elif what == "skips a block":
         model.skipped = 1
@@ -91,7 +95,7 @@ def fault(
         for step in range(STEPS):
             mine = rank == by and step == AT
             called = time.time()
-            if step == AT and what == "killed in save" and not mine:
+            if step == AT and what.startswith("killed in save") and not mine:
                 zeroshard.save(Path(directory, "step"), model, optimizer)
             if step == AT and what == "save before a barrier" and not mine:
                 dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from zeroshard.engine import Engine
 from zeroshard.memory import DiskError
 
 T = TypeVar("T")
+
+_OPERATION = "save or load a checkpoint"  # in errors
 
 
 class CheckpointError(RuntimeError):
@@ -51,9 +54,15 @@ class CheckpointDiskError(CheckpointError, DiskError):
 class CheckpointGroup:
     """The ranks that save or load together. They use gloo, so that a save can overlap with training."""
 
-    def __init__(self, group: dist.ProcessGroup | None, consistency_checker: ConsistencyChecker | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        consistency_checker: ConsistencyChecker | None = None,
+        has_timeout: bool = True,
+    ) -> None:
         self.process_group = group  # None: a single rank
         self._consistency_checker = consistency_checker  # None for an unsharded model
+        self._has_timeout = has_timeout
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -62,7 +71,8 @@ class CheckpointGroup:
         """Return the group of a sharded model's mesh, or of all ranks for an unsharded model. A collective call.
 
         If a rank of a sharded model does not call it, an error is raised within the model's timeout. Later collectives
-        wait for disks and have torch's default timeout; there a dead rank is detected by its closed connections.
+        wait for disks and have torch's default timeout; there a dead rank is detected by its closed connections, and
+        named.
         """
         if engine is not None:
             engine.order.begin_pass(f"to {operation}")
@@ -108,14 +118,17 @@ class CheckpointGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order of rank; for small values."""
-        return all_gather_object(value, self.process_group, "save or load a checkpoint", self._consistency_checker)
+        checker = self._consistency_checker if self._has_timeout else None
+        with self._explain_errors():
+            return all_gather_object(value, self.process_group, _OPERATION, checker)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on the first rank, and nothing on the others."""
         if self.process_group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.process_group, group_dst=0)
+        with self._explain_errors():
+            dist.gather_object(value, values, group=self.process_group, group_dst=0)
         return values or []
 
     def broadcast(self, value: T) -> T:
@@ -124,7 +137,11 @@ class CheckpointGroup:
 
     def without_timeout(self) -> CheckpointGroup:
         """Return the same ranks without the model's timeout: for calls that wait for disks, and for other threads."""
-        return CheckpointGroup(self.process_group)
+        return CheckpointGroup(self.process_group, self._consistency_checker, has_timeout=False)
+
+    def _explain_errors(self) -> AbstractContextManager[None]:
+        """Raise an error that names the rank that has died, instead of the backend's; not for an unsharded model."""
+        return self._consistency_checker.explain_errors(_OPERATION) if self._consistency_checker else nullcontext()
 
 
 def _get_or_create_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

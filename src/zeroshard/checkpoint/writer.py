@@ -17,6 +17,7 @@ from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry
 from zeroshard.checkpoint.retention import SaveLock, prune, remove_stale_files, update_latest
+from zeroshard.comm import RanksDisagreeError
 from zeroshard.utils.safetensors_files import TensorInfo, build_header
 from zeroshard.utils.version import __version__
 
@@ -76,6 +77,8 @@ def write_checkpoint(
         except CheckpointError as error:
             writer.remove_files()
             raise CheckpointError(f"the save of {directory} failed: {error}") from error
+        except RanksDisagreeError:
+            raise
         except RuntimeError as error:
             raise CheckpointError(f"the save of {directory} failed because another rank is gone: {error}") from error
 

@@ -209,13 +209,13 @@ def paper_machine() -> Machine:
     return Machine.resolve("dgx2", efficiency=PAPER_CURVE)
 
 
-def paper_step_time(run: PaperRun) -> StepTime:
-    """Predict the step time of one of the paper's runs with the planner."""
+def paper_step_time(run: PaperRun, machine: Machine | None = None) -> StepTime:
+    """Predict the step time of one of the paper's runs with the planner, on the paper's machine or another."""
     is_zero = run.system == "ZeRO"
     checkpoint: CheckpointMode = "host" if is_zero and run.label == "170B" else "recompute"
     strategy = Strategy(stage=2 if is_zero else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
     model = _paper_model(run.width, run.heads, True).with_layers(run.layers)
-    return model.step_time(strategy, run.gpus, paper_machine())
+    return model.step_time(strategy, run.gpus, machine or paper_machine())
 
 
 def paper_flops(run: PaperRun) -> float:

@@ -1,0 +1,194 @@
+"""What docs/evidence.md shows of a section: a sentence with its result, its tables, and charts, all from its record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.evidence import BASE, CONTROL, COUNTED, RESULTS
+from benchmarks.harness.chart import Panel, Points, draw_chart
+from benchmarks.harness.record import cell
+
+PAGE = "docs/evidence.md"
+FOLDER = "docs/evidence"  # of the charts
+POINTS = 100  # of a line: means, or the largest, of as many stretches
+SHARE = "of FSDP2's"  # a column
+Record = Mapping[str, Any]
+
+
+def path_of(root: Path, name: str) -> Path:
+    """Return the file of a section's record."""
+    return root / RESULTS / f"{name}.json"
+
+
+def read_section(root: Path, name: str) -> dict[str, Any] | None:
+    """Return the record of a section, None if it was not measured."""
+    path = path_of(root, name)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def missing(name: str) -> str:
+    """Return what stands in the place of a section that was not measured."""
+    return f"Not measured yet. The command is\n\n```\npython -m benchmarks evidence --sections {name}\n```"
+
+
+def summarize(name: str, record: Record, root: Path) -> str:
+    """Return a section's result in words, and its chart."""
+    words = SUMMARIES[name](record, root)
+    title = {"curves": "Loss curves", "kills": "Seconds until told", "endurance": "What the processes hold"}.get(name)
+    return f"{words}\n\n![{title}](evidence/{name}.svg)" if title else words
+
+
+def draw_charts(root: Path) -> dict[str, str]:
+    """Return the charts of the sections that were measured, by path."""
+    drawn = {}
+    for name, draw in CHARTS.items():
+        record = read_section(root, name)
+        if record is not None:
+            drawn[f"{FOLDER}/{name}.svg"] = draw_chart(draw(record["results"]))
+    return drawn
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def _curves(record: Record, root: Path) -> str:
+    found = {each["variant"]: each for each in record["results"] if "losses" in each}
+    base = found.get(BASE)
+    if base is None:
+        return "DDP's own curve is missing, and so nothing can be compared."
+    apart = {name: max(_apart(each["losses"], base["losses"])) for name, each in found.items() if name != BASE}
+    control, ours = apart.pop(CONTROL, None), dict(sorted(apart.items(), key=lambda pair: -pair[1]))
+    text = f"{base['steps']:,} steps of a GPT with {base['parameters']:,} parameters. "
+    if ours:
+        name, largest = next(iter(ours.items()))
+        text += f"The largest difference from DDP's loss, of any curve in any step, is {cell(largest)} ({name})"
+    if control is not None:
+        text += f"; with a learning rate 1 % higher, DDP itself differs by {cell(control)}"
+    return f"{text}. DDP's loss at the end is {cell(fmean(base['losses'][-100:]))}."
+
+
+def _rows(record: Record, table: str) -> list[dict[str, Any]]:
+    found = record["tables"][table]
+    return [dict(zip(found["heads"], row, strict=True)) for row in found["rows"]]
+
+
+def _titan(record: Record, root: Path) -> str:
+    rows, texts = _rows(record, "llama"), []
+    for kind in ("eager", "compiled"):
+        by = {row["variant"]: row for row in rows if row[""] == kind and row["ms a step"] is not None}
+        if "FSDP2" in by and "zeroshard 3" in by:
+            ours, theirs = by["zeroshard 3"], by["FSDP2"]
+            memory = f"{cell(ours['reserved GiB'])} GiB reserved where FSDP2 reserves {cell(theirs['reserved GiB'])}"
+            texts.append(f"{kind.capitalize()}: {cell(ours[SHARE])} of FSDP2's time, {memory}.")
+    return f"**No wire.** {' '.join(texts) or 'No variant ran.'}"
+
+
+def _predictions(record: Record, root: Path) -> str:
+    own = _rows(record, "own")[0]
+    text = (
+        f"One rank of 8 of the Llama above, eager, on an H200 without a wire was predicted at {cell(own['tokens/s'])} "
+    )
+    text += f"tokens/s and {cell(own['reserved GiB'])} GiB reserved"
+    measured = read_section(root, "titan")
+    if measured is None:
+        return f"{text}; it is not measured yet."
+    found = [row for row in _rows(measured, "llama") if (row["variant"], row[""]) == ("zeroshard 3", "eager")]
+    if not found or found[0]["tokens/s"] is None:
+        return f"{text}; the run failed."
+    return f"{text}; measured: {cell(found[0]['tokens/s'])} tokens/s and {cell(found[0]['reserved GiB'])} GiB."
+
+
+def _kills(record: Record, root: Path) -> str:
+    kills = [each for each in record["results"] if "died_in" in each]
+    named, same = sum(not each["error"] for each in kills), sum(each["same_bits"] for each in kills)
+    seconds = [each["seconds"] for each in kills if each["seconds"] is not None]
+    longest = f", after {cell(max(seconds))} s at the most" if seconds else ""
+    text = f"{len(kills)} kills. The other rank got an error in {len(seconds)}{longest}; in {named} it was "
+    text += f"`RanksDisagreeError` with the number of the killed rank. {same} times the next start found a checkpoint "
+    lost = max((each["lost_steps"] or 0 for each in kills), default=0)
+    return f"{text}and went on with the same bits; at most {lost} step was lost."
+
+
+def _endurance(record: Record, root: Path) -> str:
+    texts = []
+    for each in record["results"]:
+        if "samples" in each:
+            half = [samples[len(samples) // 2] for samples in each["samples"]]
+            last = [samples[-1] for samples in each["samples"]]
+            grown = (max(b[key] - a[key] for a, b in zip(half, last, strict=True)) for key in COUNTED)
+            growth = ", ".join(f"{name} {_signed(value)}" for name, value in zip(COUNTED.values(), grown, strict=True))
+            texts.append(f"{each['kind']}, {each['steps']:,} steps: from half way to the end, {growth}.")
+        else:
+            texts.append(f"{each['kind']}: failed.")
+    return "\n".join(f"- {text}" for text in texts)
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else '−' if value < 0 else '±'}{cell(abs(value))}"
+
+
+SUMMARIES: dict[str, Callable[[Record, Path], str]] = {
+    "curves": _curves,
+    "titan": _titan,
+    "predictions": _predictions,
+    "kills": _kills,
+    "endurance": _endurance,
+}
+
+# ------------------------------------------------------------------------------------------------ charts
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [abs(loss - other) for loss, other in zip(losses, others, strict=True)]
+
+
+def _thin(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> Points:
+    """Return points with one value for each stretch of steps."""
+    size = max(1, len(values) // POINTS)
+    return [(begin + 1, reduce(values[begin : begin + size])) for begin in range(0, len(values), size)]
+
+
+def _draw_curves(results: Sequence[Record]) -> list[Panel]:
+    losses = {each["variant"]: each["losses"] for each in results if "losses" in each}
+    curves = {name: _thin(values, fmean) for name, values in losses.items()}
+    base = losses.get(BASE, [])
+    apart = {name: _thin(_apart(values, base), max) for name, values in losses.items() if name != BASE and base}
+    return [
+        Panel("Loss", "step", "loss, mean of both ranks", curves),
+        Panel("Difference from DDP", "step", "difference of the loss; at the bottom: none", apart, is_log=True),
+    ]
+
+
+def _draw_kills(results: Sequence[Record]) -> list[Panel]:
+    lines: dict[str, Points] = {}
+    for backend in ("gloo", "nccl"):
+        seconds = sorted(each["seconds"] for each in results if each["backend"] == backend and each.get("seconds"))
+        if seconds:
+            shares = [(value, 100 * (index + 1) / len(seconds)) for index, value in enumerate(seconds)]
+            lines[backend] = [(0.0, 0.0), *shares]
+    return [Panel("Kills of which the other rank has been told", "seconds after the kill", "%", lines)]
+
+
+def _draw_endurance(results: Sequence[Record]) -> list[Panel]:
+    kinds = [each for each in results if "samples" in each]
+    shown = {"reserved": "Device memory", "resident": "Host memory", "files": "Open files", "threads": "Threads"}
+    panels = []
+    for key, title in shown.items():
+        lines = {
+            f"{each['kind']}, rank {rank}": [(sample["step"], sample[key]) for sample in samples]
+            for each in kinds
+            for rank, samples in enumerate(each["samples"])
+        }
+        panels.append(Panel(title, "step", COUNTED[key], lines))
+    return panels
+
+
+CHARTS: dict[str, Callable[[Sequence[Record]], list[Panel]]] = {
+    "curves": _draw_curves,
+    "kills": _draw_kills,
+    "endurance": _draw_endurance,
+}
