@@ -42,8 +42,8 @@ FUNCTIONS = {
 }
 FIELDS = {
     "Config": "stage=3 precision=None reduce_dtype=None keep_fp32=() cast_inputs=True cast_on_gather=True units=None "
-    "bucket_size=134217728 ring=2 prefetch=True broadcast_buffers=True defragment=True offload=None elementwise=None "
-    "init_fn=None timeout=None heartbeat_timeout=8.0 loss_scale=65536.0",
+    "bucket_size=134217728 ring=2 backwards=None prefetch=True broadcast_buffers=True defragment=True offload=None "
+    "elementwise=None init_fn=None timeout=None heartbeat_timeout=8.0 loss_scale=65536.0",
     "Loaded": "path extra rank_extra missing unexpected",
     "Offload": "optimizer='device' gradients=None parameters='device' host_bytes=None disk_bytes=None directory=None "
     "speculate=True threads=None",

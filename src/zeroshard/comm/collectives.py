@@ -88,6 +88,11 @@ class Communicator:
             self._reduce_group = find_or_create_group(ranks, "zeroshard reductions")
 
     @property
+    def is_host_blocking(self) -> bool:
+        """Whether waiting for a collective blocks the host, and not only a stream."""
+        return self._is_host_blocking
+
+    @property
     def reduce_scatter_overwrites_input(self) -> bool:
         """Whether :meth:`reduce_scatter` overwrites its input."""
         return self._is_host_blocking and self.shard_axis.size > 1
@@ -315,6 +320,17 @@ class CollectiveOrder:
     def begin_pass(self, kind: str) -> None:
         """Announce a pass. It starts with its first event: a pass without collectives is not recorded."""
         self._starting_pass = kind
+
+    def resume_pass(self, kind: str) -> None:
+        """Go on with a pass of this kind if the last event belongs to it, else announce one."""
+        self._starting_pass = None if self._pass_kind == kind else kind
+
+    @contextmanager
+    def nested_pass(self) -> Iterator[None]:
+        """Announce the present pass again after the passes that begin inside the context."""
+        outer = self._starting_pass or self._pass_kind
+        yield
+        self._starting_pass = outer
 
     def check(self, event: str, always_confirm: bool = False) -> None:
         """Record an event that is about to happen. Return once all ranks are known to do the same.

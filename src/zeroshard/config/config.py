@@ -70,6 +70,12 @@ class Config:
     """How many gradient buckets may be in flight at once. Each takes ``bucket_size`` elements, and up to a third more
     if there are short ones too."""
 
+    backwards: int | None = None
+    """Stages 0 and 1: how many backwards a step has. The last of them reduces the gradients while it computes. Those
+    inside ``no_sync()`` count, but do not reduce. None: it is learnt from the loop; two steps with the same number are
+    enough. 0: always reduce in ``step()``. If a step has another number of backwards, ``step()`` reduces what is left:
+    that takes time, and the numbers differ by rounding at most."""
+
     prefetch: bool = True
     """All-gather the next unit while the current one computes. Off: one unit less in memory, no overlap."""
 
@@ -122,8 +128,10 @@ class Config:
         object.__setattr__(self, "reduce_dtype", _parse_dtype("reduce_dtype", self.reduce_dtype))
         for name in ("keep_fp32", "units"):
             object.__setattr__(self, name, _parse_patterns(name, getattr(self, name)))
-        for name, least in (("bucket_size", 1), ("ring", 1)):
+        for name, least in (("bucket_size", 1), ("ring", 1), ("backwards", 0)):
             value = getattr(self, name)
+            if name == "backwards" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):

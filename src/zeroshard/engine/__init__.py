@@ -17,6 +17,7 @@ from zeroshard.engine.rank_checks import (
     verify_same_model,
     verify_same_tensor_plan,
 )
+from zeroshard.engine.reduce import StepPredictor
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.unit_values import assemble_full_tensor, make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join
@@ -33,6 +34,7 @@ __all__ = [
     "OffloadedStates",
     "Schedule",
     "ShardContext",
+    "StepPredictor",
     "assemble_full_tensor",
     "assign_segments",
     "build_engine",

@@ -232,8 +232,12 @@ class Engine:
         listeners = self.gradients.reducer.listeners
         if listeners:
             listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
-        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
-            self.gradients.reduce_queue.set_order(_agree_on_reduce_order(self))
+        if not self.gradients.is_partitioned:
+            self.gradients.local_sums.begin_backward(self.backward_count, needs_sync)
+        elif not self.gradients.reduce_queue.is_agreed and needs_sync:
+            ticks = {unit: self.schedule.backward.first_use_tick(unit) for unit in self.gradients.units}
+            used = sorted((unit for unit in ticks if ticks[unit] is not None), key=lambda unit: -(ticks[unit] or 0))
+            self.gradients.reduce_queue.agree(used, self.context)
 
     def abort_backward(self) -> None:
         """End a backward that has raised."""
@@ -461,19 +465,6 @@ class BackwardEndCallback:
                     engine.abort_backward()
             except RuntimeError as error:  # a finalizer cannot raise: the next forward raises it
                 engine.deferred_error = error.with_traceback(None)
-
-
-def _agree_on_reduce_order(engine: Engine) -> list[Unit]:
-    """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
-    units, comm, what = engine.gradients.units, engine.comm, "agree on the order of reductions"
-    ticks = [engine.schedule.backward.first_use_tick(unit) for unit in units]
-    order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
-    engine.order.check(what)
-    agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
-    comm.broadcast(agreed, 0, what)
-    if comm.consistency.is_distributed:
-        order = comm.read_to_host(agreed, what)
-    return [units[i] for i in order]
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

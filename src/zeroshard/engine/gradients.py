@@ -12,9 +12,82 @@ from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import GradReducer, ReduceQueue
+from zeroshard.engine.reduce import GradReducer, LastBackward, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
+
+
+class LocalSums:
+    """When this rank's local sums of replicated gradients are reduced: see [Note: reducing in the last backward]."""
+
+    def __init__(
+        self,
+        unit_grads: dict[Unit, list[FlatGrad]],
+        queue: ReduceQueue,
+        reducer: GradReducer,
+        context: ShardContext,
+    ) -> None:
+        self._unit_grads, self._queue, self._reducer, self._context = unit_grads, queue, reducer, context
+        self._order = context.order
+        self._prediction = LastBackward(context.config.backwards if context.comm.data_parallel_size > 1 else 0)
+        self.is_last_backward = False  # whether the running backward reduces
+        self._backward_count = 0  # since the last step
+
+    def begin_backward(self, backward_count: int, needs_grad_sync: bool) -> None:
+        """Predict whether a backward is the last one before a step; ``backward_count`` counts since the last step."""
+        self._backward_count = backward_count
+        self.is_last_backward = self._prediction.on_backward(backward_count, needs_grad_sync)
+
+    def is_reducing(self, unit: Unit) -> bool:
+        """Return whether the running backward has started to reduce a unit, which gets more gradients now."""
+        return self.is_last_backward and self._queue.is_ahead_of(unit)
+
+    def on_accumulated(self, unit: Unit) -> None:
+        """Start to reduce the units whose turn it is: this one is done, and its gradients are added to its sum."""
+        if not self._queue.is_agreed:
+            self._queue.last_done[unit] = None
+        if self.is_last_backward:
+            has_begun = self._queue.is_partial
+            self._start(self._queue.add(unit), has_begun)
+
+    def start_remaining(self) -> None:
+        """Start to reduce the units that are left in the queue."""
+        has_begun = self._queue.is_partial
+        self._start(self._queue.drain(), has_begun)
+        self.is_last_backward = False
+
+    def reduce_all(self, has_unreduced: bool) -> None:
+        """Reduce the units that are left in the queue, then all, if there are newer sums (``has_unreduced``)."""
+        with self._order.nested_pass():
+            if self._queue.is_partial:
+                self.start_remaining()
+                self._reducer.wait()
+            if has_unreduced:
+                self._prediction.on_pending_grads()
+                self.start_remaining()
+
+    def on_step(self, backwards: int) -> None:
+        """Learn from a step after ``backwards`` backwards; the first of them fixes the order of reductions."""
+        self._backward_count = 0
+        self._prediction.on_step()
+        if backwards and self._context.comm.data_axes and not self._queue.is_agreed:
+            self._queue.agree(list(self._queue.last_done), self._context)
+
+    def cancel(self) -> None:
+        """Begin with the first unit next time: all gradients are cleared."""
+        self._queue.drain()
+        self.is_last_backward = False
+
+    def _start(self, units: list[Unit], has_begun: bool) -> None:
+        """Start to reduce units, in a pass of their own, which may have begun."""
+        if units:
+            begin_pass = self._order.resume_pass if has_begun else self._order.begin_pass
+            begin_pass(f"reduction of gradients after {self._backward_count} backwards")
+        for unit in units:
+            self._order.check(unit.reduce_label)
+            with label("reduce gradients {!r}", unit.name):
+                for flat_grad in self._unit_grads[unit]:
+                    self._reducer.start_local_sum(flat_grad, unit.reduce_label)
 
 
 class Gradients:
@@ -22,8 +95,9 @@ class Gradients:
 
     Partitioned gradients (stages 2 and 3) are reduced when each unit's backward is done, in place or packed into a
     ring of buckets, in the same fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place
-    over any number of backwards and reduced in place, once, when the optimizer needs them. None of this is recorded in
-    an autograd graph, even if the backward creates one.
+    over any number of backwards and reduced in place, once: in the last backward, unit by unit, or when the optimizer
+    needs them (see [Note: reducing in the last backward]). None of this is recorded in an autograd graph, even if the
+    backward creates one.
     """
 
     def __init__(self, context: ShardContext, units: list[Unit]) -> None:
@@ -40,6 +114,7 @@ class Gradients:
         self.norms = GradNorms(self.flat_grads, context.comm, context.order)
         self.scaling = GradScaling(self.flat_grads, self.norms)
         self.reduce_queue = ReduceQueue(self.units)
+        self.local_sums = LocalSums(self._unit_grads, self.reduce_queue, self.reducer, context)
         self.has_unreduced = False  # whether a backward has only summed locally
         self.clear_count = 0  # how often gradients were set to None
         self._has_accumulated = False  # whether a backward has added gradients since they were cleared
@@ -54,36 +129,41 @@ class Gradients:
         """Take the gradients of a unit whose backward is done on this rank."""
         if not unit.is_trainable:
             return
-        if not (self.is_partitioned and needs_grad_sync):
+        if self.is_partitioned and needs_grad_sync:
+            for done in self.reduce_queue.add(unit):
+                self._start_reduce(done)
+        elif self.is_partitioned or not self.local_sums.is_reducing(unit):
             self._accumulate_local(unit)
-            return
-        for done in self.reduce_queue.add(unit):
-            self._start_reduce(done)
+            self.local_sums.on_accumulated(unit)
 
     @torch.no_grad()
     def finalize_backward(self, needs_grad_sync: bool) -> None:
         """Reduce the remaining units; those without a gradient on this rank contribute zeros."""
+        is_reducing = needs_grad_sync if self.is_partitioned else self.local_sums.is_last_backward
         if self.is_partitioned and needs_grad_sync:
             for unit in self.reduce_queue.drain():
                 self._start_reduce(unit)
-            self.has_unreduced = False
-        else:
-            self.has_unreduced = bool(self.units)
+        elif is_reducing:
+            self.local_sums.start_remaining()
+        self.has_unreduced = bool(self.units) and not is_reducing
         for unit in self._units_with_autograd_grads():  # gradients that arrived after their unit was done
-            self._start_reduce(unit) if self.is_partitioned and needs_grad_sync else self._accumulate_local(unit)
+            self._start_reduce(unit) if self.is_partitioned and needs_grad_sync else self._add_untracked_grads()
         self.reducer.wait()
 
     def abort_backward(self) -> None:
-        """Finish the pending reductions of a backward that raised, and restart the reduce queue."""
+        """Finish the pending reductions of a backward that raised; see also :class:`ReduceQueue`."""
         self.wait_reductions()
-        self.reduce_queue.reset()
+        self.local_sums.is_last_backward = False
+        self.reduce_queue.abort(keeps_position=not self.is_partitioned)
         with torch.no_grad():
             self._add_untracked_grads()
-        if not any(gradient.has_local_sum or gradient.has_shard for gradient in self.flat_grads.values()):
+        if not self.reduce_queue.is_partial:
+            self.has_unreduced |= any(gradient.has_local_sum for gradient in self.flat_grads.values())
+        if not self.memory.has_grads:
             self.scaling.scale, self._has_accumulated = UNSCALED, False
 
     def wait_reductions(self) -> None:
-        """Finish the pending reductions of a backward that raised."""
+        """Finish the pending reductions, if there are any."""
         if self.reducer.is_busy:
             self.reducer.wait()
 
@@ -112,24 +192,22 @@ class Gradients:
         if self.scaling.scale.inv_scale is not None:
             self._check_no_manual_grads()
         self._add_untracked_grads()
-        if not self.has_unreduced:
-            return
-        for unit in self.reduce_queue.order:
-            if self.is_partitioned:
+        if self.is_partitioned:
+            for unit in self.reduce_queue.drain() if self.has_unreduced else ():
                 self._start_reduce(unit)
-                continue
-            self._context.order.check(unit.reduce_label)
-            with label("reduce gradients {!r}", unit.name):
-                for flat_grad in self._unit_grads[unit]:
-                    self.reducer.reduce_local_sum(flat_grad, unit.reduce_label)
-        self.reducer.wait()
+        elif self.has_unreduced or self.reduce_queue.is_partial:
+            self.local_sums.reduce_all(self.has_unreduced)
+        if self.reducer.is_busy:
+            self.reducer.wait()
         self.has_unreduced = False
 
     def _add_untracked_grads(self) -> None:
         """Add gradients that no hook has reported: set by the user, or left by a backward that raised."""
         for unit in self._units_with_autograd_grads():
+            self.wait_reductions()
             self._accumulate_local(unit)
-            self._has_accumulated, self.has_unreduced, self._is_usage_synced = True, True, False
+            self.has_unreduced |= not self.reduce_queue.is_partial or self.reduce_queue.is_ahead_of(unit)
+            self._has_accumulated, self._is_usage_synced = True, False
             self.norms.cache.clear()
 
     @torch.no_grad()
@@ -185,7 +263,7 @@ class Gradients:
 
     @property
     def scaled_suffix(self) -> str:
-        """Return a suffix for pass names: ranks with and without a loss scale must not reduce together."""
+        """Return a suffix for pass names: ranks with and without a loss scale must not use gradients together."""
         return "" if self.scaling.scale.inv_scale is None else " of scaled losses"
 
     @property
@@ -247,7 +325,10 @@ class Gradients:
                 gradient.zero()
         if set_to_none:
             self.has_unreduced = False
+            if not self.is_partitioned:
+                self.local_sums.cancel()
             self.memory.free()
+        self.reduce_queue.history = 0
 
     # -- units --------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def verify_same_model(
         "bucket_size",
         "units",
         "prefetch",
+        "backwards",
         "elementwise",
     )
     options = {name: str(getattr(config, name)) for name in compared}

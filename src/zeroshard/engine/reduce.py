@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from zeroshard.comm import CollectiveWork, Communicator
+from zeroshard.comm import CollectiveWork, Communicator, MeshAxis
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradListeners, GradMemory, compute_norms
 from zeroshard.engine.flat_param import FlatParam
@@ -19,6 +19,9 @@ from zeroshard.engine.unit import Unit
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
 from zeroshard.utils.profiling import label
+
+HOLD_OFF_STEPS = 8  # steps without predictions after the first misprediction
+MAX_HOLD_OFF_STEPS = 128  # each misprediction doubles them, up to this
 
 
 class GradPacker:
@@ -86,7 +89,7 @@ class ReduceBuffers:
             if flat_grad.flat.spec.can_reduce_in_place and not comm.reduce_scatter_overwrites_input
         }
         self._rings: dict[torch.dtype, BucketRing] = {}
-        self._shard_buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._shard_buffers: dict[torch.dtype, deque[torch.Tensor]] = {}  # the next one first
         self._packers: dict[tuple[FlatParam, int, int], GradPacker] = {}  # by flat, bucket and slot
         self.is_reading_autograd_grads = False  # whether pending reductions may read autograd's gradients
 
@@ -150,14 +153,15 @@ class ReduceBuffers:
             packer.pack(autograd_grads)
         return packer.packed
 
-    def shard_buffer(self, dtype: torch.dtype, bucket_index: int) -> torch.Tensor:
-        """Return one of the few buffers that replicated gradients are reduce-scattered into."""
-        buffers = self._shard_buffers.setdefault(dtype, [])
+    def next_shard_buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next of the few buffers that replicated gradients are reduce-scattered into, in turn."""
+        buffers = self._shard_buffers.setdefault(dtype, deque())
         if not buffers:
             numel, device = max(self._shard_numels(dtype), default=0), self._comm.device
-            buffers += [torch.empty(numel, dtype=dtype, device=device) for _ in range(self._slot_count)]
+            buffers.extend(torch.empty(numel, dtype=dtype, device=device) for _ in range(self._slot_count))
             self._tracker.add("buckets", sum(buffer.nbytes for buffer in buffers))
-        return buffers[bucket_index % len(buffers)]
+        buffers.rotate(-1)
+        return buffers[-1]
 
     def _make_ring(self, dtype: torch.dtype) -> BucketRing:
         packed_lengths = {
@@ -208,11 +212,26 @@ class _Reduction(NamedTuple):
     kept: torch.Tensor | None  # the tensor that is reduced in place; if offloaded, device memory for the earlier sum
 
 
+class _LocalReduction(NamedTuple):
+    """A pending reduction of one bucket of a local sum."""
+
+    work: CollectiveWork
+    axes: list[MeshAxis]  # over which the result is still to be summed
+    what: str
+    result: torch.Tensor
+    shard: torch.Tensor  # where the result goes
+    flat_grad: FlatGrad | None  # complete with this bucket
+
+
 class ReduceQueue:
     """The fixed order in which all ranks reduce their units, whatever order each finishes them in.
 
     Once the ranks have agreed, it is the reverse of rank 0's first forward: backward usually finishes units in that
     order. Before, it is the reverse of their definition.
+
+    Replicated gradients are reduced in the last backward before a step, if that is known, or by the step. A backward
+    that raises may leave some units reduced and others not: then the next reduction goes on from there, because the
+    other ranks have reduced all of them.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -220,10 +239,28 @@ class ReduceQueue:
         self.is_agreed = False  # whether all ranks have agreed on the order
         self._position = 0  # of the next unit to reduce
         self._done: set[Unit] = set()
+        self.history = 0  # what the reduced gradients are made of: how often all units were reduced since zero_grad()
+        self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
-    def set_order(self, order: list[Unit]) -> None:
-        """Use the order that all ranks have agreed on."""
-        self.order, self.is_agreed = order, True
+    def agree(self, used: list[Unit], context: ShardContext) -> None:
+        """Use the order of rank 0's ``used`` units, then the others, on all ranks."""
+        comm, units, what = context.comm, self.order[::-1], "agree on the order of reductions"
+        order = [units.index(unit) for unit in dict.fromkeys((*used, *units))]
+        context.order.check(what)
+        agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
+        comm.broadcast(agreed, 0, what)
+        if comm.consistency.is_distributed:
+            order = comm.read_to_host(agreed, what)
+        self.order, self.is_agreed = [units[index] for index in order], True
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some units are reduced and the others are not yet."""
+        return self._position > 0
+
+    def is_ahead_of(self, unit: Unit) -> bool:
+        """Return whether a unit is already reduced, and others are not yet."""
+        return unit in self.order[: self._position]
 
     def add(self, unit: Unit) -> list[Unit]:
         """Add a unit that is done in this backward; return the units to reduce now."""
@@ -234,15 +271,99 @@ class ReduceQueue:
         return self.order[first : self._position]
 
     def drain(self) -> list[Unit]:
-        """Return the units that were not reduced in this backward, and reset."""
-        remaining, self._position = self.order[self._position :], 0
+        """Return the units that are not reduced yet, and start again with the first unit."""
+        remaining, self._position, self.history = self.order[self._position :], 0, self.history + 1
         self._done.clear()
         return remaining
 
-    def reset(self) -> None:
-        """Start again with the first unit: the backward has raised."""
-        self._position = 0
+    def abort(self, keeps_position: bool) -> None:
+        """Handle a backward that has raised: start again with the first unit, or go on from the next one."""
+        self._position = self._position if keeps_position else 0
         self._done.clear()
+
+
+class StepPredictor:
+    """Predict after which backward the loop calls ``step()``.
+
+    >>> predictor = StepPredictor()
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.expects_step(1), predictor.expects_step(2)
+    (False, True)
+    >>> predictor.on_misprediction()
+    >>> predictor.expects_step(2)
+    False
+    """
+
+    def __init__(self) -> None:
+        self._backwards_per_step = 0
+        self._is_steady = False
+        self._hold_off_steps = HOLD_OFF_STEPS  # after the next misprediction
+        self._hold_off_steps_left = 0
+
+    def expects_step(self, backward: int) -> bool:
+        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
+        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
+
+    def on_step(self, backwards: int) -> None:
+        """Record a step after ``backwards`` backwards."""
+        self._is_steady = backwards == self._backwards_per_step
+        self._backwards_per_step = backwards
+        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
+
+    def on_misprediction(self) -> None:
+        """Record that work done in the expectation of a step was in vain: expect none for a while."""
+        if not self._hold_off_steps_left:
+            self._hold_off_steps_left = self._hold_off_steps
+            self._hold_off_steps = min(2 * self._hold_off_steps, MAX_HOLD_OFF_STEPS)
+
+
+class LastBackward:
+    """Predicts whether a backward is the last one before ``step()``, so that it should reduce replicated gradients.
+
+    [Note: reducing in the last backward]
+    Replicated gradients are summed locally over the backwards of a step and reduced once. Inside the last backward this
+    overlaps with compute, but nobody says which one is the last. ``Config.backwards`` does; otherwise it is predicted:
+    two steps with the same number of backwards outside ``no_sync()``, the last backward being one of these, suggest a
+    third. A wrong prediction costs time. If the step comes earlier, it reduces, as without a prediction. If another
+    backward follows, the reduced gradients are carried over (``FlatGrad.carried_over``) and the step reduces the rest.
+
+    The reductions are a pass of their own in ``CollectiveOrder``, in backward and in ``step()`` alike. So it is not
+    an error if ranks predict differently, e.g. because a backward raised on one of them: that one reduces later.
+
+    >>> prediction = LastBackward(backwards=2)
+    >>> [prediction.on_backward(number, needs_grad_sync=True) for number in (1, 2, 3)]
+    [False, True, False]
+    """
+
+    def __init__(self, backwards: int | None) -> None:
+        """``backwards``: see :class:`zeroshard.Config`."""
+        self._backwards, self._predictor = backwards, StepPredictor()
+        self._synced_count = 0  # backwards outside no_sync() since the last step
+        self._ends_synced = False  # whether the last backward was outside no_sync()
+        self._has_reduced = False  # whether a backward since the last step has reduced
+
+    def on_backward(self, backward_count: int, needs_grad_sync: bool) -> bool:
+        """Return the prediction for a backward that begins; ``backward_count`` counts from 1 since the last step."""
+        self.on_pending_grads()
+        self._synced_count, self._ends_synced = self._synced_count + needs_grad_sync, needs_grad_sync
+        if self._backwards is None:
+            is_expected = self._predictor.expects_step(self._synced_count)
+        else:
+            is_expected = backward_count == self._backwards
+        self._has_reduced = needs_grad_sync and is_expected
+        return self._has_reduced
+
+    def on_pending_grads(self) -> None:
+        """Record that there are gradients to reduce. If a backward of this step has reduced, it was not the last."""
+        if self._has_reduced:
+            self._predictor.on_misprediction()
+        self._has_reduced = False
+
+    def on_step(self) -> None:
+        """Record a step."""
+        self._predictor.on_step(self._synced_count if self._ends_synced else 0)
+        self._synced_count, self._has_reduced, self._ends_synced = 0, False, False
 
 
 class GradReducer:
@@ -267,6 +388,10 @@ class GradReducer:
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
         self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
         self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
+        self._local_reductions: deque[_LocalReduction] = deque()  # pending, the oldest first
+        # how many of these there may be: each has a buffer, or, if waiting blocks the host, all end with backward
+        is_unbounded = comm.shard_axis.size == 1 and comm.is_host_blocking
+        self._max_local_reductions = math.inf if is_unbounded else config.ring
 
     # -- partitioned gradients --------------------------------------------------------------------------------------
 
@@ -368,49 +493,71 @@ class GradReducer:
 
     # -- replicated gradients -----------------------------------------------------------------------------------
 
-    def reduce_local_sum(self, flat_grad: FlatGrad, what: str) -> None:
-        """Reduce ``local_sum`` bucket by bucket, and write the reduced shards to its front, where they form the shard.
+    def start_local_sum(self, flat_grad: FlatGrad, what: str) -> None:
+        """Start to reduce ``local_sum`` bucket by bucket; the results go to its front, where they form the shard.
 
         The target of a bucket, ``shard_range(bucket)``, is inside buckets that are already reduced. So nothing that is
         still needed is overwritten, and stage 1 needs no memory in addition to its full gradients.
         """
+        self.is_busy = True
         if not flat_grad.has_local_sum:  # no gradient on this rank: contribute zeros
             self._memory.allocate_local_sum(flat_grad).zero_()
-        local_sum, layout = flat_grad.local_sum, flat_grad.flat.layout
+            flat_grad.has_local_sum = True
+        local_sum, layout, comm = flat_grad.local_sum, flat_grad.flat.layout, self._comm
         assert local_sum is not None
-        shard = local_sum[: layout.shard_numel]
-        unfinished: deque[Callable[[], None]] = deque()
-        for bucket_index, bucket in enumerate(layout.buckets):
-            bucket_shard = shard[layout.shard_range(bucket).slice]
-            if self._comm.shard_axis.size == 1:
-                unfinished.append(partial(self._average, bucket_shard, what))
-            else:
-                reduced = self._buffers.shard_buffer(flat_grad.dtype, bucket_index)[: bucket_shard.numel()]
-                work = self._comm.reduce_scatter(reduced, local_sum[bucket.slice], what)
-                unfinished.append(partial(self._finish, work, reduced, bucket_shard, what, add=False))
-            if len(unfinished) == self._slot_count:
-                unfinished.popleft()()
-        for finish in unfinished:
-            finish()
+        shard, pending = local_sum[: layout.shard_numel], self._local_reductions
+        for bucket in layout.buckets if comm.data_parallel_size > 1 else ():
+            bucket_shard = result = shard[layout.shard_range(bucket).slice]
+            if comm.shard_axis.size > 1:
+                result = self._buffers.next_shard_buffer(flat_grad.dtype)[: bucket_shard.numel()]
+            with self._stream:
+                if len(pending) >= self._max_local_reductions:
+                    self._finish_local_reduction()
+                if comm.shard_axis.size > 1:
+                    work, axes = comm.reduce_scatter(result, local_sum[bucket.slice], what), comm.replicate_axes
+                else:
+                    work, axes = comm.all_reduce(result, comm.replicate_axes[0], what), comm.replicate_axes[1:]
+            ends = flat_grad if bucket is layout.buckets[-1] else None
+            pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard
+        if not pending or pending[-1].flat_grad is not flat_grad:  # nothing to reduce
+            self._finish_local_sum(flat_grad, shard)
+
+    def _finish_local_reduction(self) -> None:
+        """Finish the oldest reduction of a bucket of a local sum, on the side stream."""
+        reduction = self._local_reductions.popleft()
+        self._finish(reduction.work, reduction.result, reduction.shard, reduction.what, False, reduction.axes)
+        if reduction.flat_grad is not None and reduction.flat_grad.shard is not None:
+            self._finish_local_sum(reduction.flat_grad, reduction.flat_grad.shard)
+
+    def _finish_local_sum(self, flat_grad: FlatGrad, shard: torch.Tensor) -> None:
         carried_over = self._memory.pop_carried_over(flat_grad)
         if carried_over is not None:
             shard.add_(carried_over)
+            self._stream_inputs.append(carried_over)
         flat_grad.has_local_sum, flat_grad.has_shard = False, True
 
     # -- finishing ----------------------------------------------------------------------------------------------
 
-    def _finish(self, work: CollectiveWork, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
+    def _finish(
+        self,
+        work: CollectiveWork,
+        result: torch.Tensor,
+        shard: torch.Tensor,
+        what: str,
+        add: bool,
+        axes: list[MeshAxis] | None = None,
+    ) -> None:
         """Finish a reduction: sum over the replicas, average, and write the result to ``shard``."""
         work.wait()
-        self._average(result, what)
+        self._average(result, what, axes)
         if add:
             shard.add_(result)
         elif result.data_ptr() != shard.data_ptr():
             shard.copy_(result)
 
-    def _average(self, shard: torch.Tensor, what: str) -> None:
-        for axis in self._comm.replicate_axes:
+    def _average(self, shard: torch.Tensor, what: str, axes: list[MeshAxis] | None = None) -> None:
+        for axis in self._comm.replicate_axes if axes is None else axes:
             self._comm.all_reduce(shard, axis, what).wait()
         if self._comm.data_parallel_size > 1:
             shard.mul_(1 / self._comm.data_parallel_size)
@@ -418,6 +565,8 @@ class GradReducer:
     def wait(self) -> None:
         """Finish all pending reductions, so that compute may use the results."""
         with label("wait for reductions"), self._stream:
+            while self._local_reductions:
+                self._finish_local_reduction()
             self._buffers.wait_all()
         self._wait_stream()
         self._buffers.free()

@@ -113,15 +113,15 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
         return dict, (self.copy(),)
 
 
-class HyperparamChecker:
-    """Check that the hyper-parameters are equal on all ranks, inside an all-reduce that is needed anyway.
+class StepChecker:
+    """Check that all ranks step with the same hyper-parameters and the same gradients, in an all-reduce needed anyway.
 
-    Each rank sends a digest and its complement. After a MAX all-reduce, each byte and its complement add up to 255 only
-    if all ranks sent the same digest. On a GPU the result is read in the next step, so there is no host sync.
+    Each rank sends digests and their complements. After a MAX all-reduce, each byte and its complement add up to 255
+    only if all ranks sent the same. On a GPU the result is read in the next step, so there is no host sync.
 
-    >>> checker = HyperparamChecker(torch.device("cpu"))
-    >>> checker.compare(checker.local_digest([{"lr": 0.1}]), rank=0)
-    >>> both = torch.maximum(checker.local_digest([{"lr": 0.1}]), checker.local_digest([{"lr": 0.2}]))
+    >>> checker = StepChecker(torch.device("cpu"))
+    >>> checker.compare(checker.local_digest([{"lr": 0.1}], grad_history=1), rank=0)
+    >>> both = torch.maximum(checker.local_digest([{"lr": 0.1}], 1), checker.local_digest([{"lr": 0.2}], 1))
     >>> try:
     ...     checker.compare(both, rank=0)
     ... except RuntimeError as error:
@@ -132,22 +132,29 @@ class HyperparamChecker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._options: list[dict[str, Any]] | None = None
+        self._grad_history = 0
         self._local_digest = torch.empty(0, dtype=torch.uint8)
-        self._received_bytes = bytearray(2 * DIGEST_BYTES)  # read without a torch operation
+        self._received_bytes = bytearray(4 * DIGEST_BYTES)  # read without a torch operation
         self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
         self._pinned = (
-            torch.empty(2 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+            torch.empty(4 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
         )
         self._copy_done: torch.cuda.Event | None = None  # the copy of the result to the host
 
-    def local_digest(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """Return the digest and its complement, as this rank sends them."""
+    def local_digest(self, groups: Sequence[Mapping[str, Any]], grad_history: int) -> torch.Tensor:
+        """Return the digests and their complements, as this rank sends them.
+
+        ``grad_history`` tells which reductions the gradients are made of.
+        """
         options = [_numeric_options(group) for group in groups]
-        if options != self._options:
-            digest = hashlib.blake2b(repr(options).encode(), digest_size=DIGEST_BYTES).digest()
+        if (options, grad_history) != (self._options, self._grad_history):
+            digest = b"".join(
+                hashlib.blake2b(repr(value).encode(), digest_size=DIGEST_BYTES).digest()
+                for value in (options, grad_history)
+            )
             both = [*digest, *(255 - byte for byte in digest)]
             self._local_digest = torch.tensor(both, dtype=torch.uint8, device=self._device)
-            self._options = options
+            self._options, self._grad_history = options, grad_history
         return self._local_digest
 
     def compare(self, largest: torch.Tensor, rank: int) -> None:
@@ -163,13 +170,20 @@ class HyperparamChecker:
 
     def _raise_if_different(self, received: torch.Tensor, rank: int) -> None:
         self._received.copy_(received)
-        digest, complement = self._received_bytes[:DIGEST_BYTES], self._received_bytes[DIGEST_BYTES:]
-        if set(map(operator.add, digest, complement)) != {255}:
+        digest, complement = self._received_bytes[: 2 * DIGEST_BYTES], self._received_bytes[2 * DIGEST_BYTES :]
+        sums = list(map(operator.add, digest, complement))
+        if set(sums) == {255}:
+            return
+        if set(sums[:DIGEST_BYTES]) != {255}:
             raise RuntimeError(
                 f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Each "
                 "rank updates its shard of every parameter with its own values: set the same learning rate and other "
                 "options in optimizer.param_groups on all ranks"
             )
+        raise RuntimeError(
+            "some ranks have cleared gradients between backward and step, and others have not, but these are already "
+            "summed over the ranks: call zero_grad(), or set parameter.grad = None, on all ranks or on none"
+        )
 
 
 def _numeric_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +229,7 @@ class ParamGroups:
         self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_flags_cache: tuple[list[bool], torch.Tensor] | None = None
-        self._hyperparam_checker = HyperparamChecker(engine.comm.device)
+        self._step_checker = StepChecker(engine.comm.device)
         self._params: list[nn.Parameter] = []  # the trainable parameters in groups
 
     @property
@@ -327,12 +341,12 @@ class ParamGroups:
         if comm.data_axes and comm.consistency.is_distributed:
             if self._used_flags_cache is None or self._used_flags_cache[0] != flags:
                 self._used_flags_cache = (flags, torch.tensor(flags, dtype=torch.uint8, device=comm.device))
-            digest = self._hyperparam_checker.local_digest(self.inner.param_groups)
+            digest = self._step_checker.local_digest(self.inner.param_groups, gradients.reduce_queue.history)
             merged = torch.cat([self._used_flags_cache[1], digest])
             what = "agree on unused parameters"
             self._engine.order.check(what)
             comm.all_reduce_over_mesh(merged, what, dist.ReduceOp.MAX)
-            self._hyperparam_checker.compare(merged[len(flags) :], comm.consistency.rank)
+            self._step_checker.compare(merged[len(flags) :], comm.consistency.rank)
             if not all(flags):
                 flags = [bool(flag) for flag in comm.read_to_host(merged[: len(flags)], what)]
                 gradients.set_used_params(flags)

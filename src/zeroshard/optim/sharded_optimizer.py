@@ -190,6 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._groups.check_frozen_grads()
             backwards, engine.backward_count = engine.backward_count, 0
             engine.reduce_pending()
+            if not engine.gradients.is_partitioned:
+                engine.gradients.local_sums.on_step(backwards)
             if self._needs_tp_grad_check:
                 self._needs_tp_grad_check = False
                 engine.gradients.norms.check_tp_replicated()
@@ -224,6 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat_grad, index in self._groups.grouped_params():
             gradients.prepare_write(flat_grad)
             flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)
+        gradients.reduce_queue.history = 0
         if set_to_none:
             gradients.clear_if_empty()
 

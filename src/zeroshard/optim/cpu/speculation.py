@@ -11,46 +11,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine import GradScale
+from zeroshard.engine import GradScale, StepPredictor
 from zeroshard.memory import TierAllocator
 from zeroshard.optim.cpu.apply import ChunkUpdate, ChunkUpdater, GradScaleReadback, GradScaleValues
 from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
-
-HOLD_OFF_STEPS = 8  # steps without speculation after a misprediction
-
-
-class StepPredictor:
-    """Predict after which backward the loop calls ``step()``.
-
-    >>> predictor = StepPredictor()
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.expects_step(1), predictor.expects_step(2)
-    (False, True)
-    >>> predictor.on_misprediction()
-    >>> predictor.expects_step(2)
-    False
-    """
-
-    def __init__(self) -> None:
-        self._backwards_per_step = 0
-        self._is_steady = False
-        self._hold_off_steps_left = 0
-
-    def expects_step(self, backward: int) -> bool:
-        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
-        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
-
-    def on_step(self, backwards: int) -> None:
-        """Record a step after ``backwards`` backwards."""
-        self._is_steady = backwards == self._backwards_per_step
-        self._backwards_per_step = backwards
-        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
-
-    def on_misprediction(self) -> None:
-        """Record that a speculative update was discarded."""
-        self._hold_off_steps_left = HOLD_OFF_STEPS
 
 
 @dataclass(frozen=True)
