@@ -232,9 +232,17 @@ def test_stage_2_reduces_in_backward_and_gathers_in_the_next_forward(collectives
     assert overlapped == Milliseconds(pipeline(gather, FORWARD), pipeline(BACKWARD, reduction), 0)
 
 
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("collectives", [FASTER, SLOWER])
-def test_stage_1_gathers_in_the_next_forward(collectives: tuple[float, float]) -> None:
-    assert measure(collectives, 1).forward == pipeline(collectives[0], FORWARD)
+def test_stages_0_and_1_reduce_in_the_last_backward(
+    collectives: tuple[float, float], stage: int, backwards: int
+) -> None:
+    gather, reduction = collectives
+    found = measure(collectives, stage, backwards=backwards)
+    # the parameters are gathered in the first forward after a step
+    forward = pipeline(gather, FORWARD) if stage == 1 and backwards == 1 else LAYERS * FORWARD
+    assert found == Milliseconds(forward, pipeline(BACKWARD, reduction), 0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

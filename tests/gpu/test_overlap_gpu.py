@@ -107,6 +107,15 @@ def test_stage_2_reduces_in_backward_and_gathers_in_the_next_forward(collectives
     assert overlapped.step < 3
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_0_and_1_reduce_in_the_last_backward(stage: int) -> None:
+    gather, reduction = FASTER
+    found = measure(FASTER, stage)
+    assert found.forward == pytest.approx(pipeline(gather, FORWARD) if stage == 1 else LAYERS * FORWARD, **NEAR)
+    assert found.backward == pytest.approx(pipeline(BACKWARD, reduction), **NEAR)
+    assert found.step < 3
+
+
 def test_several_buckets_of_a_layer_overlap_on_the_side_stream() -> None:
     buckets, gather, reduction = 5, 1, 2
     found = measure((gather, reduction), 3, width=64, bucket_size=1024, ring=2)

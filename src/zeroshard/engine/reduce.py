@@ -204,6 +204,7 @@ class _Reduction(NamedTuple):
     """A pending reduction of one bucket."""
 
     work: CollectiveWork
+    axes: list[MeshAxis]  # over which the result is still to be summed
     flat_grad: FlatGrad
     bucket_index: int
     what: str
@@ -450,14 +451,16 @@ class GradReducer:
             finish, kept = self._finish_offloaded, packed[: shard.numel()]
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
-        work = self._comm.reduce_scatter(result, packed, what)
-        slot.finish_reduce = partial(finish, _Reduction(work, flat_grad, bucket_index, what, adds, result, kept))
+        work, axes = self._comm.reduce_scatter(result, packed, what), self._comm.replicate_axes
+        if axes:
+            work, axes = self._start_sum(work, result, what, axes)
+        slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
         if self._comm.data_parallel_size == 1:  # there are no other ranks to wait for
             slot.wait()
 
     def _finish_on_device(self, reduction: _Reduction) -> None:
         shard = reduction.flat_grad.bucket_shards[reduction.bucket_index]
-        self._finish(reduction.work, reduction.result, shard, reduction.what, reduction.adds_to_shard)
+        self._finish(reduction, shard, reduction.adds_to_shard)
         if reduction.kept is not None and self._comm.device.type == "cuda":
             self._stream_inputs.append(reduction.kept)
         if self.listeners:
@@ -466,8 +469,7 @@ class GradReducer:
     def _finish_offloaded(self, reduction: _Reduction) -> None:
         """Finish the reduction of an offloaded gradient: record its norms, and copy it off the device."""
         flat_grad, result = reduction.flat_grad, reduction.result
-        reduction.work.wait()
-        self._average(result, reduction.what)
+        self._wait_average(reduction)
         shard = flat_grad.bucket_shards[reduction.bucket_index]
         if reduction.adds_to_shard and shard.device == result.device:
             result.add_(shard)
@@ -514,9 +516,10 @@ class GradReducer:
                 if len(pending) >= self._max_local_reductions:
                     self._finish_local_reduction()
                 if comm.shard_axis.size > 1:
-                    work, axes = comm.reduce_scatter(result, local_sum[bucket.slice], what), comm.replicate_axes
+                    work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what), 0
                 else:
-                    work, axes = comm.all_reduce(result, comm.replicate_axes[0], what), comm.replicate_axes[1:]
+                    work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
+                work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
             ends = flat_grad if bucket is layout.buckets[-1] else None
             pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard
@@ -526,7 +529,7 @@ class GradReducer:
     def _finish_local_reduction(self) -> None:
         """Finish the oldest reduction of a bucket of a local sum, on the side stream."""
         reduction = self._local_reductions.popleft()
-        self._finish(reduction.work, reduction.result, reduction.shard, reduction.what, False, reduction.axes)
+        self._finish(reduction, reduction.shard, add=False)
         if reduction.flat_grad is not None and reduction.flat_grad.shard is not None:
             self._finish_local_sum(reduction.flat_grad, reduction.flat_grad.shard)
 
@@ -539,28 +542,36 @@ class GradReducer:
 
     # -- finishing ----------------------------------------------------------------------------------------------
 
-    def _finish(
-        self,
-        work: CollectiveWork,
-        result: torch.Tensor,
-        shard: torch.Tensor,
-        what: str,
-        add: bool,
-        axes: list[MeshAxis] | None = None,
-    ) -> None:
-        """Finish a reduction: sum over the replicas, average, and write the result to ``shard``."""
-        work.wait()
-        self._average(result, what, axes)
-        if add:
-            shard.add_(result)
-        elif result.data_ptr() != shard.data_ptr():
-            shard.copy_(result)
+    def _start_sum(
+        self, work: CollectiveWork, result: torch.Tensor, what: str, axes: list[MeshAxis]
+    ) -> tuple[CollectiveWork, list[MeshAxis]]:
+        """Start to sum the result of a collective over the replicas; return what to wait for, and the axes left.
 
-    def _average(self, shard: torch.Tensor, what: str, axes: list[MeshAxis] | None = None) -> None:
-        for axis in self._comm.replicate_axes if axes is None else axes:
-            self._comm.all_reduce(shard, axis, what).wait()
+        Only the side stream waits for the collective. Where waiting blocks the host, the sums start when the reduction
+        is finished.
+        """
+        if self._comm.is_host_blocking:
+            return work, axes
+        for axis in axes:
+            work.wait()
+            work = self._comm.all_reduce(result, axis, what)
+        return work, []
+
+    def _finish(self, reduction: _Reduction | _LocalReduction, shard: torch.Tensor, add: bool) -> None:
+        """Finish a reduction: sum over the replicas, average, and write the result to ``shard``."""
+        self._wait_average(reduction)
+        if add:
+            shard.add_(reduction.result)
+        elif reduction.result.data_ptr() != shard.data_ptr():
+            shard.copy_(reduction.result)
+
+    def _wait_average(self, reduction: _Reduction | _LocalReduction) -> None:
+        """Wait until a reduction is summed over all ranks, and divide it by their number."""
+        reduction.work.wait()
+        for axis in reduction.axes:
+            self._comm.all_reduce(reduction.result, axis, reduction.what).wait()
         if self._comm.data_parallel_size > 1:
-            shard.mul_(1 / self._comm.data_parallel_size)
+            reduction.result.mul_(1 / self._comm.data_parallel_size)
 
     def wait(self) -> None:
         """Finish all pending reductions, so that compute may use the results."""
