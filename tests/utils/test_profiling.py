@@ -79,7 +79,7 @@ def labels(trace: dict[str, Any]) -> dict[str, list[Label]]:
             end = event["ts"] + event["dur"]
             while running and running[-1][1] <= event["ts"]:
                 running.pop()
-            assert not running or end <= running[-1][1] + 1e-3, (event, running)
+            assert not running or end <= running[-1][1] + 0.01, (event, running)
             name = event["name"].removeprefix("zeroshard: ")
             found.setdefault(threads[thread], []).append(Label(name, tuple(name for name, _ in running)))
             running.append((name, end))
