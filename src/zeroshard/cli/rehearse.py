@@ -99,17 +99,14 @@ def _positive_seconds(text: str) -> float:
 
 
 def _usage_error(options: argparse.Namespace) -> str | None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         return "it starts its own ranks: run it without torchrun or srun (WORLD_SIZE is set)"
     if options.module:
+        package = options.script.partition(".")[0]  # its modules are found only by importing it
         sys.path.insert(0, os.getcwd())
-        try:
-            found = find_spec(options.script)
-        except ModuleNotFoundError as error:
-            return f"there is no module {error.name!r}"
-        finally:
-            sys.path.pop(0)
-        return None if found is not None else f"there is no module {options.script!r}: without -m it is a file"
+        found = find_spec(package)
+        sys.path.pop(0)
+        return None if found is not None else f"there is no module {package!r}: without -m it is a file"
     if Path(options.script).is_dir():
         return f"{options.script} is a directory: pass the script in it, or -m and a module"
     return None if Path(options.script).is_file() else f"there is no script {options.script!r}"
@@ -151,9 +148,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
 
     gpus = torch.cuda.device_count()
     outcome = RehearsalOutcome(f"{'-m ' if options.module else ''}{options.script}", options.ranks, gpus)
-    print(
-        f"rehearsing {outcome.script}: {_describe_ranks(outcome)}, {options.steps} steps", file=sys.stderr, flush=True
-    )
+    make_echo(sys.stderr)(f"rehearsing {outcome.script}: {_describe_ranks(outcome)}, {options.steps} steps")
     with tempfile.TemporaryDirectory(prefix="zeroshard-rehearsal-") as name:
         directory, deadline = Path(name), time.time() + options.timeout
         settings = {
@@ -173,8 +168,9 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
             outcome.signal = signals[0]
             return outcome
         _read_outcome(outcome, directory, ending)
-        error = _error_line(outcome.failure)
-        disagreement = error.partition(". All ranks must ")[0] if error.startswith("RanksDisagreeError: ") else ""
+        # the rest is advice, or gloo's text
+        error = re.split(r"\. All ranks must | \(\[/", _error_line(outcome.failure))[0]
+        disagreement = error if error.startswith("RanksDisagreeError: ") else ""
         outcome.checks = run_checks(outcome.records, options.ranks, options.steps, disagreement)
         if not outcome.failure and ending.is_timeout:
             outcome.failure = f"the script did not end within {options.timeout:g} s (--timeout)"

@@ -116,7 +116,7 @@ def _check_steps(records: list[RankRecord], ranks: int, wanted: int) -> Rehearsa
         stepped = max((record.plain_steps for record in records), default=0)
         seen = f" An optimizer that is not sharded made {stepped} steps." if stepped else ""
         which = "no rank called" if len(missing) == ranks else f"{name_ranks(missing)} did not call"
-        when = "" if has_ended else " before the script failed"
+        when = "" if has_ended else " before the run ended"
         return result(FAILED, f"{which} zeroshard.shard(){when}.{seen} There is nothing to check without it")
     done = {record.rank: max(model.steps for model in record.models) for record in records}
     if len(set(done.values())) > 1:

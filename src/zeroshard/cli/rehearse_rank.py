@@ -20,6 +20,7 @@ step raises again, and the launcher kills what still runs after some seconds: th
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import inspect
@@ -50,6 +51,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
+from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine import Engine, FlatParam
 from zeroshard.optim import state_bytes_per_element
 from zeroshard.planner import count_states
@@ -100,7 +102,8 @@ def main() -> None:
             recorder.end()
             raise
         recorder.write()
-        report_failure(error.with_traceback(_script_frames(error)), rank)
+        _shorten_traceback(error)
+        report_failure(error, rank)
         sys.excepthook = lambda *_: None  # the launcher shows it; zeroshard still tells the other ranks of it
         raise
     recorder.end()
@@ -159,12 +162,21 @@ def _end_with_launcher(launcher: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _script_frames(error: BaseException) -> Any:
-    """Return the traceback without the frames before the script's first."""
+def _shorten_traceback(error: BaseException) -> None:
+    """Remove the frames before the script's first; of a RanksDisagreeError, which says it all, those after its last."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next
-    return frames or error.__traceback__
+    if frames is not None:
+        error.__traceback__ = frames
+    if isinstance(error, RanksDisagreeError) and frames is not None:
+        libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
+        last = frames
+        while frames is not None:
+            last = last if frames.tb_frame.f_code.co_filename.startswith(libraries) else frames
+            frames = frames.tb_next
+        last.tb_next = None
+        error.__cause__, error.__suppress_context__ = None, True
 
 
 class RankRecorder:
@@ -293,9 +305,9 @@ class RankRecorder:
         record.host = usage * (1 if sys.platform == "darwin" else 1024)
         if self._settings.gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             record.allocated, record.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        partial_file = self._directory / f"{record.rank}.partial"
-        partial_file.write_text(record.to_json())
-        partial_file.replace(self._directory / f"{record.rank}.json")
+        path = self._directory / f"{record.rank}.json"
+        path.with_suffix(".writing").write_text(record.to_json())
+        path.with_suffix(".writing").replace(path)
 
 
 # ------------------------------------------------------------------------------------------- what is recorded
