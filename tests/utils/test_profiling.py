@@ -140,13 +140,16 @@ def expected_stage_1() -> list[Label]:
         step += [Label(f"wait for unshard {unit!r}", ("forward",)), Label(f"forward {unit!r}", ("forward",))]
     step += [Label("pre_backward", ())]
     for unit, before in zip(backward, [None, *backward], strict=False):
-        step += [Label(f"pre_backward {unit!r}", ())]
-        step += [Label(f"accumulate gradients {before!r}", (f"pre_backward {unit!r}",))] if before else []
+        around = (f"pre_backward {unit!r}",)
+        step += [Label(around[0], ())]
+        step += [Label(f"{what} gradients {before!r}", around) for what in ("accumulate", "reduce") if before]
     around = ("finalize_backward",)
-    step += [Label(around[0], ()), Label(f"accumulate gradients {UNITS[0]!r}", around)]
+    step += [
+        Label(around[0], ()),
+        *(Label(f"{what} gradients {UNITS[0]!r}", around) for what in ("accumulate", "reduce")),
+    ]
     step += [Label("wait for reductions", around), Label("clip_grad_norm_", ())]
-    step += [Label(f"reduce gradients {unit!r}", ("clip_grad_norm_",)) for unit in backward]
-    step += [Label("wait for reductions", ("clip_grad_norm_",)), Label("update 4 slices (TorchUpdater)", ())]
+    step += [Label("update 4 slices (TorchUpdater)", ())]
     return step + [Label(f"unshard {unit!r}", ()) for unit in UNITS]
 
 
