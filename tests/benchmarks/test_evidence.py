@@ -128,11 +128,11 @@ def test_charts() -> None:
 
 @pytest.mark.slow(seconds=5)
 def test_curves_are_the_same_but_for_the_control(inline: None, tmp_path: Path) -> None:
-    record = run("curves", tmp_path, "--steps", "5")
+    record = run("curves", tmp_path, "--steps", "5", "--variants", BASE, "FSDP2", "zeroshard 3", CONTROL)
     apart = {row[0]: row[2] for row in record["tables"]["curves"]["rows"]}
-    assert list(apart) == list(curves.VARIANTS) and apart.pop(BASE) is None
+    assert apart.pop(BASE) is None
     assert apart.pop(CONTROL) > 1e-5 > max(apart.values())
-    assert [len(result["losses"]) for result in record["results"]] == 7 * [5]
+    assert [len(result["losses"]) for result in record["results"]] == 4 * [5]
 
 
 @pytest.mark.slow(seconds=15)
