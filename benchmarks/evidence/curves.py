@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from benchmarks.evidence import BASE, CONTROL
+from benchmarks.evidence.page import differences
 from benchmarks.harness.ranks import default_backend, run_ranks, use_deterministic_kernels
 from benchmarks.harness.record import Result, failure
 from benchmarks.harness.trials import Trials
@@ -138,7 +139,7 @@ def show(results: Sequence[Result], trials: Trials) -> None:
         losses = result.get("losses", [])
         cells: list[Any] = [fmean(losses[-LAST:]) if losses else None, None, None, None]
         if losses and base and losses is not base:
-            apart = [abs(loss - other) for loss, other in zip(losses, base, strict=True)]
+            apart = differences(losses, base)
             equal = next((step for step, value in enumerate(apart) if value), len(apart))
             cells[1:] = [max(apart), fmean(losses[-LAST:]) - fmean(base[-LAST:]), equal]
         table.append([result["variant"], *cells, result.get("step_ms"), result["seconds"], failure(result)])

@@ -186,7 +186,8 @@ class Run:
             self._watch()
         finally:
             for process in self._processes:
-                process.kill()
+                if process.is_alive():
+                    process.kill()
                 process.join()
             for pipe, _ in pipes:
                 pipe.close()
@@ -207,11 +208,12 @@ class Run:
                     due = time.monotonic() + rest[0]
                 elif what == "weights":
                     self.weights.setdefault(rest[0], set()).add(rest[1])
-                elif what == "told":
-                    self.told = (rest[0], rest[1], rest[2])
-                    self._finished.add(rank)
                 else:
                     self._finished.add(rank)
+                    if what == "told" and self._kill is not None and rank == self._kill.rank:
+                        self.ended = f"rank {rank} failed before it was killed: {rest[1:]}"
+                    elif what == "told":
+                        self.told = (rest[0], rest[1], rest[2])
             if due is not None and time.monotonic() >= due:
                 due = None
                 self._shoot()
@@ -220,10 +222,10 @@ class Run:
 
     def _shoot(self) -> None:
         assert self._kill is not None
-        pid = self._processes[self._kill.rank].pid
-        assert pid is not None
-        self.killed_at = time.time()
-        os.kill(pid, signal.SIGKILL)
+        process = self._processes[self._kill.rank]
+        if process.is_alive() and process.pid is not None:
+            self.killed_at = time.time()
+            os.kill(process.pid, signal.SIGKILL)
 
     def _end(self, rank: int, pipe: Connection) -> None:
         del self._open[pipe]
