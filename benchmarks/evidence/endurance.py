@@ -58,7 +58,6 @@ def train(kind: str, device: str, steps: int, width: int, folder: str) -> Result
     for step in range(1, steps + 1):
         rows = torch.randn(ROWS, width, generator=draws, device=device)
         sharded(rows).float().square().mean().backward()
-        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % every == 0:
