@@ -1,6 +1,6 @@
 """The evidence that an expert asks for, section by section. Each section writes a record; report.py builds the page.
 
-    python -m benchmarks evidence                              # measure all, on one GPU: under 30 minutes
+    python -m benchmarks evidence                              # measure all, on one GPU: about half an hour
     python -m benchmarks evidence --sections curves kills      # some
     python -m benchmarks evidence --tiny --device cpu          # a trial run, in minutes
 
