@@ -1,7 +1,7 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
 # make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all: all
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
-# make evidence  measure what docs/evidence.md shows, on a GPU, in under 30 minutes, and write the page
+# make evidence  measure what docs/evidence.md shows, on a GPU, in about half an hour, and write the page
 # make lint    run ruff and mypy
 # make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches

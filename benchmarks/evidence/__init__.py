@@ -1,6 +1,6 @@
 """The evidence that an expert asks for, section by section. Each section writes a record; report.py builds the page.
 
-    python -m benchmarks evidence                              # measure all, on one GPU: under 30 minutes
+    python -m benchmarks evidence                              # measure all, on one GPU: about half an hour
     python -m benchmarks evidence --sections curves kills      # some
     python -m benchmarks evidence --tiny --device cpu          # a trial run, in minutes
 
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in rest or "--help" in rest:
         print(f"{__doc__}\nOptions of a section: --sections SECTION --help. Sections: {', '.join(SECTIONS)}")
         return
+    if "--out" in rest:
+        raise SystemExit("--out names the record of one section: give --sections with one name")
     command = [sys.executable, "-m", "benchmarks", "evidence", *rest]
     failed = [name for name in chosen.sections if subprocess.run([*command, "--sections", name], cwd=ROOT).returncode]
     if failed:

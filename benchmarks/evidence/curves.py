@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from benchmarks.evidence import BASE, CONTROL
-from benchmarks.harness.ranks import default_backend, run_ranks
+from benchmarks.evidence.page import differences
+from benchmarks.harness.ranks import default_backend, run_ranks, use_deterministic_kernels
 from benchmarks.harness.record import Result, failure
 from benchmarks.harness.trials import Trials
 from benchmarks.harness.variants import precision
@@ -80,8 +80,7 @@ def wrap(variant: str, model: GPT, device: str) -> tuple[Any, Any, Callable[[], 
 
 def train(variant: str, device: str, steps: int, shape: dict[str, int]) -> Result:
     """Train as one of several ranks; return the loss of every step, the mean over the ranks."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)  # so that only the method can make a difference
+    use_deterministic_kernels()  # so that only the method can make a difference
     text = torch.frombuffer(bytearray(shakespeare(), "ascii"), dtype=torch.uint8).to(device)
     torch.manual_seed(0)
     given = {name: shape[name] for name in ("layers", "heads", "width")}
@@ -140,7 +139,7 @@ def show(results: Sequence[Result], trials: Trials) -> None:
         losses = result.get("losses", [])
         cells: list[Any] = [fmean(losses[-LAST:]) if losses else None, None, None, None]
         if losses and base and losses is not base:
-            apart = [abs(loss - other) for loss, other in zip(losses, base, strict=True)]
+            apart = differences(losses, base)
             equal = next((step for step, value in enumerate(apart) if value), len(apart))
             cells[1:] = [max(apart), fmean(losses[-LAST:]) - fmean(base[-LAST:]), equal]
         table.append([result["variant"], *cells, result.get("step_ms"), result["seconds"], failure(result)])

@@ -39,7 +39,7 @@ from torch import nn
 
 import zeroshard
 import zeroshard.checkpoint.load
-from benchmarks.harness.ranks import join_group
+from benchmarks.harness.ranks import join_group, use_deterministic_kernels
 from benchmarks.harness.record import Record, Result, describe
 
 PHASES = ("forward", "backward", "step", "save")
@@ -75,25 +75,29 @@ class Kill:
 
 
 class Phases:
-    """The phases of a step on one rank: which one it is in, for those who look after its death, and their times."""
+    """The phases of a step on one rank: where it is, in a file that is read after its death, and their times."""
 
     def __init__(self, path: Path, talk: Callable[..., None], kill: Kill | None, device: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._talk, self._kill, self._device = talk, kill, device
         self._seconds: dict[str, float] = {}
-        self.is_armed = False
+        self.step, self.is_armed = 0, False
+        self._write("between")
 
     def run(self, phase: str, work: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        os.pwrite(self._file, phase.ljust(8).encode(), 0)
+        self._write(phase)
         if self.is_armed and self._kill is not None and phase == self._kill.phase:
             self._talk("aim", self._kill.share * self._seconds[phase])
         result = work()
         if self._device == "cuda":
             torch.cuda.synchronize()  # else the phase ends before its work begins
         self._seconds[phase] = time.perf_counter() - begin
-        os.pwrite(self._file, b"between ", 0)
+        self._write("between")
         return result
+
+    def _write(self, phase: str) -> None:
+        os.pwrite(self._file, f"{self.step} {phase}".ljust(24).encode(), 0)
 
 
 def be_rank(training: Training, rank: int, number: int, last: int, kill: Kill | None, pipe: Connection) -> None:
@@ -109,7 +113,7 @@ def be_rank(training: Training, rank: int, number: int, last: int, kill: Kill | 
     for stream in (1, 2):
         os.dup2(output, stream)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    use_deterministic_kernels()
     store = dist.PrefixStore(f"{folder.name}-{number}", dist.TCPStore("127.0.0.1", training.port, is_master=False))
     try:
         device = join_group(training.backend, store, rank, RANKS, LIMIT)
@@ -134,7 +138,7 @@ def _train(training: Training, device: torch.device, last: int, phases: Phases, 
         talk("weights", done, _hash(sharded))
     first = done + 1
     for step in range(first, last + 1):
-        phases.is_armed = step == first + BEFORE
+        phases.step, phases.is_armed = step, step == first + BEFORE
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         rows = torch.randn(ROWS, WIDTH, generator=generator).to(device)
         loss = phases.run("forward", lambda rows=rows: sharded(rows).square().mean())
@@ -182,7 +186,8 @@ class Run:
             self._watch()
         finally:
             for process in self._processes:
-                process.kill()
+                if process.is_alive():
+                    process.kill()
                 process.join()
             for pipe, _ in pipes:
                 pipe.close()
@@ -203,11 +208,12 @@ class Run:
                     due = time.monotonic() + rest[0]
                 elif what == "weights":
                     self.weights.setdefault(rest[0], set()).add(rest[1])
-                elif what == "told":
-                    self.told = (rest[0], rest[1], rest[2])
-                    self._finished.add(rank)
                 else:
                     self._finished.add(rank)
+                    if what == "told" and self._kill is not None and rank == self._kill.rank:
+                        self.ended = f"rank {rank} failed before it was killed: {rest[1:]}"
+                    elif what == "told":
+                        self.told = (rest[0], rest[1], rest[2])
             if due is not None and time.monotonic() >= due:
                 due = None
                 self._shoot()
@@ -216,10 +222,10 @@ class Run:
 
     def _shoot(self) -> None:
         assert self._kill is not None
-        pid = self._processes[self._kill.rank].pid
-        assert pid is not None
-        self.killed_at = time.time()
-        os.kill(pid, signal.SIGKILL)
+        process = self._processes[self._kill.rank]
+        if process.is_alive() and process.pid is not None:
+            self.killed_at = time.time()
+            os.kill(process.pid, signal.SIGKILL)
 
     def _end(self, rank: int, pipe: Connection) -> None:
         del self._open[pipe]
@@ -232,7 +238,8 @@ class Run:
     def outcome(self, phase: str) -> Result:
         """Return what the survivor was told, and how long after the kill."""
         assert self._kill is not None
-        found = {"died_in": phase, "seconds": None, "error": self.ended or "the rank was not killed", "names": False}
+        error = self.ended or f"the rank was not killed: {self.told}"
+        found = {"died_in": phase, "seconds": None, "error": error, "names": False}
         if self.killed_at is not None and self.told is not None:
             at, kind, words = self.told
             names = re.search(rf"\brank {self._kill.rank}\b", words) is not None
@@ -255,9 +262,9 @@ def run_chain(
             lost = None if resumed is None else pending["step"] - resumed
             yield {**pending, "resumed": resumed, "lost_steps": lost, "same_bits": same}
         if kill is not None:
-            phase = (folder / f"phase-{kill.rank}").read_text().strip()
-            step = max(run.weights, default=0) + (phase not in ("save", "between"))
-            pending = {**asdict(kill), "step": step, **run.outcome(phase)}
+            place = folder / f"phase-{kill.rank}"
+            step, phase = place.read_text().split() if place.exists() else ("0", "start")
+            pending = {**asdict(kill), "step": int(step), **run.outcome(phase)}
         elif run.ended or run.told or not same:
             yield {"last_run": run.ended or str(run.told or "other weights"), "same_bits": same}
 
@@ -278,7 +285,8 @@ def run(chosen: argparse.Namespace) -> None:
     record = Record("evidence", chosen.device, chosen.out)
     print(describe(record.machine), flush=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # NVML: to ask the driver for GPUs, as an import may, would spoil CUDA in all processes that are forked later
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     for backend in backends:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, environment):
@@ -319,14 +327,14 @@ def _run_backend(
 
 def _plan(kills: int, seed: int) -> list[Kill]:
     """Return kills in each phase in turn, of either rank, at any time of the phase."""
-    draws, phases = random.Random(seed), itertools.islice(itertools.cycle(PHASES), seed // 4, None)
+    draws, phases = random.Random(seed), itertools.islice(itertools.cycle(PHASES), seed + seed // 4, None)
     return [Kill(next(phases), draws.randrange(RANKS), draws.random()) for _ in range(kills)]
 
 
 def show(record: Record) -> None:
     """Print a table: by backend and the phase in which the rank died."""
     table = []
-    for backend, phase in itertools.product(("gloo", "nccl"), (*PHASES, "between")):
+    for backend, phase in itertools.product(("gloo", "nccl"), (*PHASES, "between", "start")):
         found = [each for each in record.results if (each.get("died_in"), each["backend"]) == (phase, backend)]
         seconds = [each["seconds"] for each in found if each["seconds"] is not None]
         times = [statistics.median(seconds), max(seconds)] if seconds else [None, None]

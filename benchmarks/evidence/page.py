@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -55,12 +56,18 @@ def draw_charts(root: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ in words
 
 
+def differences(losses: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return how far two curves are apart in each step; infinitely, where a loss is not a number."""
+    apart = (abs(loss - other) for loss, other in zip(losses, others, strict=True))
+    return [value if math.isfinite(value) else math.inf for value in apart]
+
+
 def _curves(record: Record, root: Path) -> str:
     found = {each["variant"]: each for each in record["results"] if "losses" in each}
     base = found.get(BASE)
     if base is None:
         return "DDP's own curve is missing, and so nothing can be compared."
-    apart = {name: max(_apart(each["losses"], base["losses"])) for name, each in found.items() if name != BASE}
+    apart = {name: max(differences(each["losses"], base["losses"])) for name, each in found.items() if name != BASE}
     control, ours = apart.pop(CONTROL, None), dict(sorted(apart.items(), key=lambda pair: -pair[1]))
     text = f"{base['steps']:,} steps of a GPT with {base['parameters']:,} parameters. "
     if ours:
@@ -68,7 +75,9 @@ def _curves(record: Record, root: Path) -> str:
         text += f"The largest difference from DDP's loss, of any curve in any step, is {cell(largest)} ({name})"
     if control is not None:
         text += f"; with a learning rate 1 % higher, DDP itself differs by {cell(control)}"
-    return f"{text}. DDP's loss at the end is {cell(fmean(base['losses'][-100:]))}."
+    failed = [each["variant"] for each in record["results"] if "losses" not in each]
+    missing = f" No curve: {', '.join(failed)}." if failed else ""
+    return f"{text}. DDP's loss at the end is {cell(fmean(base['losses'][-100:]))}.{missing}"
 
 
 def _rows(record: Record, table: str) -> list[dict[str, Any]]:
@@ -79,7 +88,7 @@ def _rows(record: Record, table: str) -> list[dict[str, Any]]:
 def _titan(record: Record, root: Path) -> str:
     rows, texts = _rows(record, "llama"), []
     for kind in ("eager", "compiled"):
-        by = {row["variant"]: row for row in rows if row[""] == kind and row["ms a step"] is not None}
+        by = {row["variant"]: row for row in rows if row[""] == kind and not row["note"]}
         if "FSDP2" in by and "zeroshard 3" in by:
             ours, theirs = by["zeroshard 3"], by["FSDP2"]
             memory = f"{cell(ours['reserved GiB'])} GiB reserved where FSDP2 reserves {cell(theirs['reserved GiB'])}"
@@ -89,10 +98,8 @@ def _titan(record: Record, root: Path) -> str:
 
 def _predictions(record: Record, root: Path) -> str:
     own = _rows(record, "own")[0]
-    text = (
-        f"One rank of 8 of the Llama above, eager, on an H200 without a wire was predicted at {cell(own['tokens/s'])} "
-    )
-    text += f"tokens/s and {cell(own['reserved GiB'])} GiB reserved"
+    predicted = f"{cell(own['tokens/s'])} tokens/s and {cell(own['reserved GiB'])} GiB reserved"
+    text = f"One rank of 8 of the Llama above, eager, on an H200 without a wire, was predicted at {predicted}"
     measured = read_section(root, "titan")
     if measured is None:
         return f"{text}; it is not measured yet."
@@ -142,10 +149,6 @@ SUMMARIES: dict[str, Callable[[Record, Path], str]] = {
 # ------------------------------------------------------------------------------------------------ charts
 
 
-def _apart(losses: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [abs(loss - other) for loss, other in zip(losses, others, strict=True)]
-
-
 def _thin(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> Points:
     """Return points with one value for each stretch of steps."""
     size = max(1, len(values) // POINTS)
@@ -156,7 +159,7 @@ def _draw_curves(results: Sequence[Record]) -> list[Panel]:
     losses = {each["variant"]: each["losses"] for each in results if "losses" in each}
     curves = {name: _thin(values, fmean) for name, values in losses.items()}
     base = losses.get(BASE, [])
-    apart = {name: _thin(_apart(values, base), max) for name, values in losses.items() if name != BASE and base}
+    apart = {name: _thin(differences(values, base), max) for name, values in losses.items() if name != BASE and base}
     return [
         Panel("Loss", "step", "loss, mean of both ranks", curves),
         Panel("Difference from DDP", "step", "difference of the loss; at the bottom: none", apart, is_log=True),

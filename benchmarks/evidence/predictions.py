@@ -1,8 +1,8 @@
 """Predictions of the planner for published tables, and for this page's Llama before it ran. No GPU is needed.
 
 The machine is the published one, from data sheets: nothing was measured on it, and nothing was fitted to these tables,
-except the curve of Figure 2 that is marked so. Predicted is zeroshard's stage 3; published is FSDP2, which reserves
-more. The planner does not know torch.compile: its prediction is the eager one. What does not agree is shown.
+except the curve of Figure 2 that is marked so. Predicted is zeroshard's stage 3; published is FSDP2. The planner
+does not know torch.compile: its prediction is the eager one. What does not agree is shown.
 """
 
 from __future__ import annotations

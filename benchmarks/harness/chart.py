@@ -24,7 +24,8 @@ class Panel:
 
     def draw(self, colors: dict[str, str]) -> str:
         """Return the panel's SVG, drawn from the origin."""
-        points = [point for line in self.lines.values() for point in line]
+        lines = {name: [point for point in line if all(map(math.isfinite, point))] for name, line in self.lines.items()}
+        points = [point for line in lines.values() for point in line]
         xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points if y > 0 or not self.is_log] or [1.0]
         x_ticks, y_ticks = _ticks(min(xs), max(xs)), (_powers if self.is_log else _ticks)(min(ys), max(ys))
         x_low, x_high = min(xs), max(max(xs), min(xs) + 1e-9)
@@ -48,7 +49,7 @@ class Panel:
         middle = (HEIGHT + TOP - BOTTOM) / 2
         turned = f'transform="rotate(-90 14 {middle})"'
         parts.append(f'<text class="middle" x="14" y="{middle}" {turned}>{escape(self.y)}</text>')
-        for under, (name, line) in zip(reversed(range(len(self.lines))), self.lines.items(), strict=True):
+        for under, (name, line) in zip(reversed(range(len(lines))), lines.items(), strict=True):
             shown = [place(x, max(y, y_ticks[0])) for x, y in line]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
             width = 1.5 + 0.8 * under  # a line that is covered by others shows at its edges

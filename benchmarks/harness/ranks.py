@@ -43,6 +43,13 @@ def default_backend(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
+def use_deterministic_kernels() -> None:
+    """Have torch choose kernels that give the same bits in every run, where it has them."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, and changes no result
+
+
 def join_group(backend: str, store: dist.Store, rank: int, ranks: int, seconds: float = 600.0) -> torch.device:
     """Be a rank of a new process group; return its device. Collectives fail after ``seconds``."""
     device = torch.device("cpu")

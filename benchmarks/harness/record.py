@@ -71,10 +71,12 @@ def machine(device: str) -> Result:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
+    versions = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
+        **versions,
         "python": platform.python_version(),
         "commit": commit,
     }
@@ -82,7 +84,7 @@ def machine(device: str) -> Result:
 
 def describe(found: Result) -> str:
     """Return what is known of a machine in a line."""
-    forms = {"device": "{}", "cores": "{} cores", "torch": "torch {}", "python": "Python {}"}
+    forms = {"device": "{}", "cores": "{} cores", "torch": "torch {}", "nccl": "NCCL {}", "python": "Python {}"}
     return ", ".join(form.format(found[key]) for key, form in forms.items() if found.get(key))
 
 
