@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -242,15 +243,12 @@ class ReduceQueue:
         self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
     def agree(self, used: list[Unit], context: ShardContext) -> None:
-        """Use the order of rank 0's ``used`` units, then the others, on all ranks."""
-        comm, units, what = context.comm, self.order[::-1], "agree on the order of reductions"
+        """Use the order of rank 0's ``used`` units, then the others, on all ranks; it goes from host to host."""
+        units, what = self.order[::-1], "agree on the order of reductions"
         order = [units.index(unit) for unit in dict.fromkeys((*used, *units))]
         context.order.check(what)
-        agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
-        comm.broadcast(agreed, 0, what)
-        if comm.consistency.is_distributed:
-            order = comm.read_to_host(agreed, what)
-        self.order, self.is_agreed = [units[index] for index in order], True
+        text = context.comm.consistency.broadcast_text(what, json.dumps(order))
+        self.order, self.is_agreed = [units[index] for index in (order if text is None else json.loads(text))], True
 
     @property
     def is_partial(self) -> bool:
