@@ -272,7 +272,8 @@ def reload_states(model: nn.Module) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside the block, backward sums gradients locally. The next backward outside, or the step, reduces the sum.
 
-    In stages 2 and 3 this saves communication and takes the memory of full gradients. Stages 0 and 1 always do it.
+    In stages 2 and 3 this saves communication and takes the memory of full gradients. In stages 0 and 1 gradients are
+    summed locally anyway, and this backward is never taken for the last one of a step: see ``Config.backwards``.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))

@@ -66,6 +66,8 @@ def test_shard_refuses_what_config_refuses_and_leaves_the_model_alone() -> None:
         ({"bucket_size": 1e6}, "bucket_size must be an integer of at least 1, got 1000000.0"),
         ({"ring": 0}, "ring must be an integer of at least 1, got 0"),
         ({"ring": True}, "ring must be an integer of at least 1, got True"),
+        ({"backwards": -1}, "backwards must be an integer of at least 0, got -1"),
+        ({"backwards": True}, "backwards must be an integer of at least 0, got True"),
         ({"timeout": 0}, "timeout must be a positive number, got 0"),
         ({"timeout": float("inf")}, "timeout must be a positive number, got inf"),
         ({"heartbeat_timeout": 0}, "heartbeat_timeout must be a positive number, got 0"),

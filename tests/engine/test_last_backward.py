@@ -524,6 +524,23 @@ def fail(gradient: torch.Tensor) -> None:
     raise KeyError("made up")
 
 
+@every_stage
+def test_all_ranks_may_clear_a_gradient_that_only_one_has_got(stage: int) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(stage, backwards=1)
+        for step in range(3):
+            model.order = (0, 1, 2, 3) if rank == 0 else (0, 3)
+            loss_of(model, batch_of(step, 0, rank)).backward()
+            for _ in range(1 + rank):
+                model.blocks[1].up.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    first, second = run_threads(2, body)
+    assert_equal(first, second)
+
+
 def clear_alone(rank: int, stage: int, how: str) -> str:
     model, optimizer = shard(stage, backwards=1)
     for step in range(2):

@@ -74,6 +74,7 @@ def sharded_models(draw: st.DrawFn) -> Options:
         "checkpointed": draw(st.booleans()),
         "hook": draw(st.sampled_from((None, None, "own", "other", "gathered"))),
         "cast_on_gather": draw(st.booleans()) if sixteen else True,
+        "backwards": draw(st.sampled_from((None, 1, 2))),
     }
     options |= FIXED
     return Options(**options)

@@ -93,6 +93,7 @@ class Options:
     checkpointed: bool = False
     hook: str | None = None  # "own", "other", "gathered": what a forward hook of the first block reads
     cast_on_gather: bool = True
+    backwards: int | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -110,6 +111,7 @@ class Options:
             "reduce_dtype": self.reduce_dtype,
             "offload": offload,
             "cast_on_gather": self.cast_on_gather,
+            "backwards": self.backwards,
             "loss_scale": 64.0,
             "timeout": 10.0,
         }

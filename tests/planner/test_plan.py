@@ -112,6 +112,25 @@ def test_a_slow_wire_is_waited_for_and_a_fast_one_is_hidden() -> None:
     assert wire * 0.9 < slow.step < 1.5 * (wire + fast.step)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_replicated_gradients_are_reduced_during_the_last_backward(stage: int) -> None:
+    """All but the last unit's reductions overlap, if the wire is fast enough; once a step."""
+    wide, wire = gpt(width=1024, layers=6), Link(bandwidth=2e12, latency=0)
+    machine = replace(NODE, op=0.0, unit=0.0, inside=wire)
+    work = TraceCost.from_trace(trace_model(wide, micro_batch=2, precision="bf16"), machine)
+    held = state_sizes(wide, Config(stage=stage, precision="bf16"), ranks=4)
+    for accumulate in (1, 3):
+        inside, after = (
+            step_time(
+                work, held, machine, StepConditions(ranks=4, accumulate=accumulate, reduces_in_backward=in_backward)
+            )
+            for in_backward in (True, False)
+        )
+        assert inside.traffic == after.traffic
+        assert 0 < inside.reduce < 0.5 * after.reduce
+        assert inside.step + 0.9 * (after.reduce - inside.reduce) < after.step
+
+
 def test_a_slow_host_is_the_limit() -> None:
     slow = replayed(3, 1, replace(NODE, op=1e-2))
     operations = sum(op.kind != "nothing" for op in trace_model(gpt(), micro_batch=2, precision="bf16").ops)

@@ -328,7 +328,7 @@ class CollectiveOrder:
     @contextmanager
     def nested_pass(self) -> Iterator[None]:
         """Announce the present pass again after the passes that begin inside the context."""
-        outer = self._starting_pass or self._pass_kind
+        outer = self._starting_pass or self._pass_kind or None
         yield
         self._starting_pass = outer
 

@@ -17,17 +17,19 @@ from zeroshard.engine.rank_checks import (
     verify_same_model,
     verify_same_tensor_plan,
 )
-from zeroshard.engine.reduce import StepPredictor
+from zeroshard.engine.reduce import NO_HISTORY, GradHistory, StepPredictor
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.unit_values import assemble_full_tensor, make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join
 
 __all__ = [
+    "NO_HISTORY",
     "PICKLE_ERROR",
     "Engine",
     "FlatGrad",
     "FlatParam",
     "ForwardRecord",
+    "GradHistory",
     "GradScale",
     "Gradients",
     "ModuleCall",

@@ -12,7 +12,7 @@ from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import GradReducer, LastBackward, ReduceQueue
+from zeroshard.engine.reduce import NO_HISTORY, GradReducer, LastBackward, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
 
@@ -328,7 +328,7 @@ class Gradients:
             if not self.is_partitioned:
                 self.local_sums.cancel()
             self.memory.free()
-        self.reduce_queue.history = 0
+        self.reduce_queue.history = NO_HISTORY
 
     # -- units --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +23,10 @@ from zeroshard.utils.profiling import label
 
 HOLD_OFF_STEPS = 8  # steps without predictions after the first misprediction
 MAX_HOLD_OFF_STEPS = 128  # each misprediction doubles them, up to this
+# What the reduced gradients are made of, equal on all ranks: how often all units were reduced since they were cleared,
+# and which parameters were cleared since.
+GradHistory = tuple[int, frozenset[str]]
+NO_HISTORY: GradHistory = (0, frozenset())
 
 
 class GradPacker:
@@ -240,19 +245,16 @@ class ReduceQueue:
         self.is_agreed = False  # whether all ranks have agreed on the order
         self._position = 0  # of the next unit to reduce
         self._done: set[Unit] = set()
-        self.history = 0  # what the reduced gradients are made of: how often all units were reduced since zero_grad()
+        self.history = NO_HISTORY
         self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
     def agree(self, used: list[Unit], context: ShardContext) -> None:
-        """Use the order of rank 0's ``used`` units, then the others, on all ranks."""
-        comm, units, what = context.comm, self.order[::-1], "agree on the order of reductions"
+        """Use the order of rank 0's ``used`` units, then the others, on all ranks; it goes from host to host."""
+        units, what = self.order[::-1], "agree on the order of reductions"
         order = [units.index(unit) for unit in dict.fromkeys((*used, *units))]
         context.order.check(what)
-        agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
-        comm.broadcast(agreed, 0, what)
-        if comm.consistency.is_distributed:
-            order = comm.read_to_host(agreed, what)
-        self.order, self.is_agreed = [units[index] for index in order], True
+        text = context.comm.consistency.broadcast_text(what, json.dumps(order))
+        self.order, self.is_agreed = [units[index] for index in (order if text is None else json.loads(text))], True
 
     @property
     def is_partial(self) -> bool:
@@ -273,7 +275,8 @@ class ReduceQueue:
 
     def drain(self) -> list[Unit]:
         """Return the units that are not reduced yet, and start again with the first unit."""
-        remaining, self._position, self.history = self.order[self._position :], 0, self.history + 1
+        reductions, cleared = self.history
+        remaining, self._position, self.history = self.order[self._position :], 0, (reductions + 1, cleared)
         self._done.clear()
         return remaining
 
@@ -508,7 +511,7 @@ class GradReducer:
         local_sum, layout, comm = flat_grad.local_sum, flat_grad.flat.layout, self._comm
         assert local_sum is not None
         shard, pending = local_sum[: layout.shard_numel], self._local_reductions
-        for bucket in layout.buckets if comm.data_parallel_size > 1 else ():
+        for bucket_index, bucket in enumerate(layout.buckets if comm.data_parallel_size > 1 else ()):
             bucket_shard = result = shard[layout.shard_range(bucket).slice]
             if comm.shard_axis.size > 1:
                 result = self._buffers.next_shard_buffer(flat_grad.dtype)[: bucket_shard.numel()]
@@ -520,7 +523,7 @@ class GradReducer:
                 else:
                     work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
                 work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
-            ends = flat_grad if bucket is layout.buckets[-1] else None
+            ends = flat_grad if bucket_index == len(layout.buckets) - 1 else None
             pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard
         if not pending or pending[-1].flat_grad is not flat_grad:  # nothing to reduce

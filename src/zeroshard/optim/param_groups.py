@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.engine import Engine, FlatGrad, param_info
+from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, GradHistory, param_info
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
@@ -120,8 +120,9 @@ class StepChecker:
     only if all ranks sent the same. On a GPU the result is read in the next step, so there is no host sync.
 
     >>> checker = StepChecker(torch.device("cpu"))
-    >>> checker.compare(checker.local_digest([{"lr": 0.1}], grad_history=1), rank=0)
-    >>> both = torch.maximum(checker.local_digest([{"lr": 0.1}], 1), checker.local_digest([{"lr": 0.2}], 1))
+    >>> checker.compare(checker.local_digest([{"lr": 0.1}], NO_HISTORY), rank=0)
+    >>> digests = [checker.local_digest([{"lr": lr}], NO_HISTORY) for lr in (0.1, 0.2)]
+    >>> both = torch.maximum(*digests)
     >>> try:
     ...     checker.compare(both, rank=0)
     ... except RuntimeError as error:
@@ -132,7 +133,7 @@ class StepChecker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._options: list[dict[str, Any]] | None = None
-        self._grad_history = 0
+        self._grad_history = NO_HISTORY
         self._local_digest = torch.empty(0, dtype=torch.uint8)
         self._received_bytes = bytearray(4 * DIGEST_BYTES)  # read without a torch operation
         self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
@@ -141,16 +142,13 @@ class StepChecker:
         )
         self._copy_done: torch.cuda.Event | None = None  # the copy of the result to the host
 
-    def local_digest(self, groups: Sequence[Mapping[str, Any]], grad_history: int) -> torch.Tensor:
-        """Return the digests and their complements, as this rank sends them.
-
-        ``grad_history`` tells which reductions the gradients are made of.
-        """
+    def local_digest(self, groups: Sequence[Mapping[str, Any]], grad_history: GradHistory) -> torch.Tensor:
+        """Return the digests and their complements, as this rank sends them."""
         options = [_numeric_options(group) for group in groups]
         if (options, grad_history) != (self._options, self._grad_history):
             digest = b"".join(
                 hashlib.blake2b(repr(value).encode(), digest_size=DIGEST_BYTES).digest()
-                for value in (options, grad_history)
+                for value in (options, (grad_history[0], sorted(grad_history[1])))
             )
             both = [*digest, *(255 - byte for byte in digest)]
             self._local_digest = torch.tensor(both, dtype=torch.uint8, device=self._device)

@@ -8,7 +8,7 @@ ahead without limit. At the engine events between operations, the engine's rules
 
 - A side stream starts after the computation that was launched before it.
 - Computation waits for the unit it needs.
-- A reduction waits for the previous one.
+- A reduction waits for the previous one. If gradients are replicated, only the last backward of a step reduces.
 - The next forward waits, unit by unit, for offloaded updates.
 
 Three steps are simulated and the third one counts: by then, work that overlaps with the next step does so at both ends.
@@ -141,6 +141,8 @@ class StepConditions:
     """Backwards per step."""
     prefetch: bool = True
     """The next unit is all-gathered while one computes."""
+    reduces_in_backward: bool = True
+    """Replicated gradients are reduced in the last backward; else in the step, by ``Config(backwards=0)``."""
     has_clipping: bool = False
     """Gradients are clipped by norm."""
     kept_input_bytes: float = 0.0
@@ -193,8 +195,8 @@ class _StepSimulator:
         for _ in range(SIMULATED_STEPS):
             self._wait_seconds, self._traffic = dict.fromkeys(self._wait_seconds, 0.0), {}
             begin = self._time.compute
-            for _ in range(accumulate):
-                self._micro_step()
+            for number in range(accumulate):
+                self._micro_step(is_last=number == accumulate - 1)
             self._step()
             step = self._time.compute - begin
         cost = self._cost
@@ -211,8 +213,8 @@ class _StepSimulator:
 
     # -- forward and backward -----------------------------------------------------------------------------------
 
-    def _micro_step(self) -> None:
-        """Simulate one forward and backward."""
+    def _micro_step(self, is_last: bool) -> None:
+        """Simulate one forward and backward; ``is_last``: the last ones of a step."""
         self._unshard_order.begin_pass()
         began = self._time.compute
         for index, span in enumerate(self._cost.spans):
@@ -223,7 +225,7 @@ class _StepSimulator:
             elif event is not None and kind == "reshard":
                 self._all_gather_done_at.pop(event.unit, None)
             elif event is not None and kind == "reduce":
-                self._post_backward(event.unit)
+                self._post_backward(event.unit, is_last)
             elif kind == "end forward":
                 self._unshard_order.begin_pass()
                 began = self._wait_kept_inputs(began)
@@ -318,12 +320,14 @@ class _StepSimulator:
             self._known_collective_seconds[kind, nbytes] = seconds
         return seconds
 
-    def _post_backward(self, unit: int) -> None:
-        """Pack a unit's gradients and reduce them during computation, or add them to the accumulated gradients."""
+    def _post_backward(self, unit: int, is_last: bool) -> None:
+        """Reduce a unit's gradients during computation: pack them, or add them to the accumulated gradients first."""
         self._time.host += self._host_seconds(unit)
         sizes = self._sizes.units[unit]
         if not self._sizes.placement.gradients:
             self._time.compute += 2 * sizes.grad_bytes / self._machine.bandwidth
+            if is_last and self._conditions.reduces_in_backward:  # see [Note: reducing in the last backward]
+                self._reduce_local_sum(unit)
             return
         self._wait_until("reduce", self._time.reduce)
         copied = sizes.grad_bytes + sizes.reduce_bytes - 2 * sizes.in_place_grad_bytes
@@ -337,17 +341,21 @@ class _StepSimulator:
             self._count_traffic("pcie", sizes.offloaded_grad_bytes)
             self._grad_offloaded_at[unit] = self._time.reduce
 
+    def _reduce_local_sum(self, unit: int) -> None:
+        """Reduce a unit's accumulated gradients during computation."""
+        kind = "reduce-scatter" if self._sizes.shard_count > 1 else "all-reduce"
+        begin = max(self._time.compute, self._time.host, self._time.reduce)
+        self._time.reduce = self._schedule_collective(begin, kind, self._sizes.units[unit].reduce_bytes)
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Update the states on the device, start the offloaded updates, and all-gather the new parameters."""
         sizes, machine = self._sizes, self._machine
-        if not sizes.placement.gradients:
-            kind = "reduce-scatter" if sizes.shard_count > 1 else "all-reduce"
-            self._wait_until(
-                "reduce",
-                self._time.compute + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
-            )
+        if not (sizes.placement.gradients or self._conditions.reduces_in_backward):
+            for unit in range(len(sizes.units)):
+                self._reduce_local_sum(unit)
+            self._wait_until("reduce", self._time.reduce)
         trainable = sum(unit.trained_numel for unit in sizes.units)
         on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
         busy = on_device * sizes.update_bytes_per_element / machine.bandwidth

@@ -303,6 +303,7 @@ class TracedModel:
             tensor=strategy.tensor,
             accumulate=strategy.accumulate,
             prefetch=self._config.prefetch,
+            reduces_in_backward=self._config.backwards != 0,
             has_clipping=self.loop.has_clipping,
             kept_input_bytes=sum(traced.trace.kept_input_bytes) if strategy.checkpoint == "host" else 0.0,
         )

@@ -3,13 +3,14 @@
 [Note: simulating the paper's runs]
 Table 1, Table 2 and Figure 1 follow from what is partitioned (``placement.py``). The other figures come from the
 planner, as for any user: the GPTs of the paper's tables in fp16 with sequences of 1024 tokens and every block
-recomputed. ZeRO is stage 2 with P_a (configuration C4; 170B is C5, the only one in which it fits), the baseline is
-stage 0, and the machine is "dgx2" with its published rates. Only :data:`PAPER_CURVE` is fitted, once for all figures:
-it gives the fraction of the peak that a matmul reached with the software of 2019. It is chosen from a grid for the
-least mean error over the 33 bars of Figures 2, 3 and 4. So the errors of these figures are those of a fit of two
-numbers; for Figures 6 and 7 nothing is fitted. The second number of the curve is large, about one millisecond lost per
-matmul, and covers more than matmuls: inter-node links at a quarter of their published rate, with a default curve,
-match the bars equally well. The bars cannot separate the two.
+recomputed. ZeRO is stage 2 with P_a (configuration C4; 170B is C5, the only one in which it fits). The baseline is
+stage 0; that of Figure 2 reduces gradients after backward, as Megatron-LM's own data parallelism did, and that of
+Figure 4 inside it, as DDP does. The machine is "dgx2" with its published rates. Only :data:`PAPER_CURVE` is fitted,
+once for all figures: it gives the fraction of the peak that a matmul reached with the software of 2019. It is chosen
+from a grid for the least mean error over the 33 bars of Figures 2, 3 and 4. So the errors of these figures are those of
+a fit of two numbers; for Figures 6 and 7 nothing is fitted. The second number of the curve is large, about one
+millisecond lost per matmul, and covers more than matmuls: inter-node links at a quarter of their published rate, with a
+default curve, match the bars equally well. The bars cannot separate the two.
 
 TFLOPS are computed from shapes, as was common then: 96·B·s·l·h²·(1 + s/6h + V/16lh) FLOPs per step for B sequences of
 s tokens, l layers of width h and a vocabulary of V. Recomputation and the masked half of attention count, because both
@@ -214,7 +215,8 @@ def paper_step_time(run: PaperRun, machine: Machine | None = None) -> StepTime:
     is_zero = run.system == "ZeRO"
     checkpoint: CheckpointMode = "host" if is_zero and run.label == "170B" else "recompute"
     strategy = Strategy(stage=2 if is_zero else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
-    model = _paper_model(run.width, run.heads, True).with_layers(run.layers)
+    is_megatron = not is_zero and run.tensor > 1
+    model = _paper_model(run.width, run.heads, True, backwards=0 if is_megatron else None).with_layers(run.layers)
     return model.step_time(strategy, run.gpus, machine or paper_machine())
 
 
@@ -225,10 +227,11 @@ def paper_flops(run: PaperRun) -> float:
 
 
 @cache
-def _paper_model(width: int, heads: int, partition: bool) -> TracedModel:
+def _paper_model(width: int, heads: int, partition: bool, backwards: int | None = None) -> TracedModel:
     config = GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width)
     loop = TrainingLoop(partition_activations=partition)
-    return TracedModel.from_family(gpt_family(config, VocabParallelGPT), loop=loop, precision="fp16")
+    family = gpt_family(config, VocabParallelGPT)
+    return TracedModel.from_family(family, loop=loop, precision="fp16", backwards=backwards)
 
 
 def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:
