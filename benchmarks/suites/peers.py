@@ -41,8 +41,8 @@ from zeroshard.train.metrics import peak_flops
 WARMUP = {"cuda": 8, "cpu": 3}  # steps: on a GPU, zeroshard searches its segments in the first few
 NOT_NCCL = """\
 Real ranks, over gloo, on one machine: times here are not NCCL's. Memory and communication are counted as one of as many
-ranks that do not exist: gloo's threads free memory unseen, and zeroshard makes a reduce-scatter over gloo of an
-all-reduce, as gloo itself does."""
+ranks that do not exist: gloo's threads free memory unseen, its own reduce-scatter is an all-reduce, and zeroshard's
+over gloo is an all-to-all with a buffer to receive in."""
 
 
 def choose(name: str, tiny: bool, over: int) -> Workload:

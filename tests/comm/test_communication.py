@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
+import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from live import Collectives
+import torch.distributed as dist
+from live import Collectives, received_bytes
 from ranks import run_processes, run_threads
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zeroshard
+from zeroshard.comm.collectives import Communicator
+from zeroshard.comm.consistency import ConsistencyChecker
+from zeroshard.comm.counters import TPTrafficMode, Traffic
+from zeroshard.comm.mesh import MeshAxis
 from zeroshard.models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=2000, context=64, layers=4, heads=4, width=96)  # 0.8 M parameters
@@ -34,16 +44,7 @@ def steady_step(rank: int, config: GPTConfig, steps: int, options: dict[str, Any
             model(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return zeroshard.report(model), over_gloo(seen.events, options["stage"])
-
-
-def over_gloo(events: list[tuple[str, int]], stage: int) -> list[tuple[str, int]]:
-    """What the engine asked for: on gloo it makes a reduce-scatter of an all-reduce, as gloo itself does inside."""
-    asked = []
-    for kind, nbytes in events:
-        scattered = kind == "all-reduce" and stage > 0 and nbytes >= 1024  # the rest: which parameters were used
-        asked.append(("reduce-scatter", nbytes // 2) if scattered else (kind, nbytes))
-    return asked
+    return zeroshard.report(model), seen.events
 
 
 def sizes_of(events, kind: str) -> list[int]:
@@ -60,6 +61,96 @@ def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: in
         assert {name for name, _ in events} == set(report.collectives)  # the report's word against the dispatcher's
         for kind, traffic in report.collectives.items():
             assert (traffic.count, traffic.bytes) == (len(sizes_of(events, kind)), sum(sizes_of(events, kind)))
+
+
+def measure_wire(rank: int, axes: dict[str, int], stage: int) -> tuple[float, int]:
+    """Return the bytes that a step's report promises this rank receives, and those that its sockets have received."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, precision="bf16", bucket_size=2**16)
+    if "tensor" in axes:
+        zeroshard.checkpoint_activations(model, partition=True)
+    tokens = torch.arange(8).view(1, -1)
+    for _ in range(3):
+        dist.barrier()
+        before = received_bytes()
+        dist.barrier()
+        with zeroshard.profile(model):
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if stage < 3:  # the all-gathers of the step end when the parameters are used
+            sum(parameter.sum() for parameter in model.parameters())
+        dist.barrier()
+        received = received_bytes() - before
+    report = zeroshard.report(model)
+    counted = report.communicated + (report.tensor_traffic.bytes if report.tensor_traffic is not None else 0)
+    size = max(axes.values())  # of every axis with more than one rank
+    return counted * (size - 1) / size, received
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
+@pytest.mark.parametrize(
+    ("axes", "stage"),
+    [
+        ({"shard": 2}, 1),
+        ({"shard": 3}, 2),
+        ({"shard": 4}, 3),
+        ({"replicate": 2, "shard": 2}, 3),
+        ({"shard": 2, "tensor": 2}, 2),
+    ],
+)
+def test_the_wire_moves_the_bytes_of_the_report(axes: dict[str, int], stage: int) -> None:
+    for promised, received in run_processes(math.prod(axes.values()), measure_wire, axes, stage):
+        assert received == pytest.approx(promised, rel=0.03, abs=2**14)  # headers, heartbeats
+
+
+def scatter_dtensor(rank: int) -> tuple[float, int]:
+    """Return what a reduce-scatter of a DTensor is counted as receiving, and what the sockets have received."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    partial_sums = DTensor.from_local(torch.ones(2**18), mesh, [Partial()], run_check=False)
+    for _ in range(2):  # the first one connects
+        before = received_bytes()
+        dist.barrier()
+        with TPTrafficMode(MeshAxis.from_group(mesh.get_group())) as counted:
+            (partial_sums.redistribute(placements=[Shard(0)]).to_local() * 1).sum().item()
+        dist.barrier()
+        received = received_bytes() - before
+    return counted.traffic.bytes / 2, received
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
+def test_a_reduce_scatter_of_dtensors_is_counted_as_gloo_moves_it() -> None:
+    for counted, received in run_processes(2, scatter_dtensor):
+        assert received == pytest.approx(counted, rel=0.03, abs=2**14)
+
+
+def sum_with_delays(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Reduce-scatter twice, the ranks arriving in both orders."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(world, world * 64, generator=generator).to(dtype)  # of all ranks
+    expected = inputs[0].clone()
+    for other in inputs[1:]:
+        expected += other
+    axis, checker = MeshAxis.from_group(dist.group.WORLD), ConsistencyChecker(None, 0, [0], timeout=60.0)
+    comm = Communicator([axis], torch.device("cpu"), True, checker)
+    for position in (rank, world - rank):
+        time.sleep(0.02 * position)
+        packed, shard = inputs[rank].clone(), torch.empty(64, dtype=dtype)
+        comm.reduce_scatter(shard, packed, "sum", torch.empty_like(packed)).wait()
+        assert torch.equal(shard, expected.view(world, -1)[rank])
+        assert torch.equal(packed, inputs[rank])
+    assert comm.counters.total["reduce-scatter"] == Traffic(2, 2 * packed.nbytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gloo_sums_in_the_order_of_the_ranks_and_keeps_its_input(world: int, dtype: torch.dtype) -> None:
+    run_processes(world, sum_with_delays, world, dtype)
 
 
 @pytest.mark.parametrize(

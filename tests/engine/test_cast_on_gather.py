@@ -199,7 +199,7 @@ def measured(rank: int, options: dict[str, Any]) -> Any:
 def test_a_rank_holds_fourteen_bytes_a_parameter_as_predicted(world: int) -> None:
     options = {"stage": 3, "precision": "bf16", "bucket_size": 2**14, "cast_on_gather": True}
     with torch.device("meta"):
-        predicted = predict_memory(GPT(GPT_CONFIG), ranks=world, **options)
+        predicted = predict_memory(GPT(GPT_CONFIG), ranks=world, on_gpu=False, **options)
     wanted = 14 * PSI / world
     assert wanted <= predicted.state_bytes < wanted * (1 + ALIGNMENT)
     assert predicted.states["parameters"] == 0

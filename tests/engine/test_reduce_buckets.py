@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -164,11 +165,11 @@ class Reduced:
             made[dist.get_rank()] = {g.data_ptr() for g in taken if g is not None}
             return taken
 
-        def reducing(comm: Communicator, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Any:
+        def reducing(comm: Communicator, shard: torch.Tensor, packed: torch.Tensor, *rest: Any) -> Any:
             rank = dist.get_rank()
             self.every[rank] = self.every.get(rank, 0) + packed.numel()
             self.as_they_lay[rank] = self.as_they_lay.get(rank, 0) + packed.numel() * (packed.data_ptr() in made[rank])
-            return reduce_scatter(comm, shard, packed, what)
+            return reduce_scatter(comm, shard, packed, *rest)
 
         monkeypatch.setattr(FlatGrad, "pop_autograd_grads", taking)
         monkeypatch.setattr(Communicator, "reduce_scatter", reducing)
@@ -191,17 +192,44 @@ def test_large_gradients_are_reduced_where_autograd_has_made_them(world: int, mo
         assert reduced.as_they_lay[rank] == LAYERS * 2 * LARGE
         assert 0 < reduced.every[rank] - reduced.as_they_lay[rank] <= LAYERS * ALIGNED
         assert 0 < ring <= 2 * 4 * ALIGNED
-    planned = state_sizes(stack(), Config(stage=3, units=(Layer,), bucket_size=LARGE), ranks=world)
+    planned = state_sizes(stack(), PLANNED, ranks=world)
     assert sum(unit.in_place_grad_bytes for unit in planned.units) == LAYERS * 2 * LARGE * 4
     assert opened(planned) == rings[0]
 
 
-def opened(planned: StateSizes) -> int:
-    """Bytes of the buffers that the last of the planner's reductions leaves open."""
+PLANNED = Config(stage=3, units=(Layer,), bucket_size=LARGE)
+
+
+def opened(planned: StateSizes, packs: bool = True) -> int:
+    """Bytes of the buffers that the last of the planner's reductions leaves open. ``packs``: small gradients."""
     rings = SimulatedRings(planned.ring_slots)
     for unit in reversed(planned.units):
-        rings.add_buckets(unit.buckets, is_accumulating=False)
+        if packs:
+            rings.add_buckets(unit.buckets, is_accumulating=False)
+        else:
+            rings.add_local_sum(unit.buckets)
     return rings.nbytes
+
+
+def one_step(rank: int, stage: int) -> int:
+    """The most bytes that buckets had."""
+    model: Any = copy.deepcopy(stack())
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(model, optimizer, stage=stage, units=(Layer,), bucket_size=LARGE)
+    model(data(rank, 0)).backward()
+    optimizer.step()
+    return zeroshard.report(model).memory["buckets", "device"].peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 2), (3, 4)])
+def test_gloo_takes_the_buffers_that_the_planner_says(stage: int, world: int) -> None:
+    planned = state_sizes(stack(), replace(PLANNED, stage=stage), ranks=world, on_gpu=False)
+    expected = planned.shard_buffer_bytes + opened(planned, packs=False) if stage == 1 else opened(planned)
+    assert 2 * 4 * LARGE < expected < 2 * 4 * (2 * LARGE + 2 * ALIGNED)
+    limit = predict_memory(stack(), ranks=world, on_gpu=False, stage=stage, units=(Layer,), bucket_size=LARGE)
+    assert expected <= limit.transient["buckets"]
+    assert run_processes(world, one_step, stage) == [expected] * world
 
 
 @pytest.mark.parametrize(
@@ -256,11 +284,11 @@ def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> 
 
 
 @pytest.mark.slow
-def test_gloo_is_given_a_copy_of_what_was_summed() -> None:
+def test_gloo_reduces_what_was_summed_where_it_lies() -> None:
     (wanted, _), *_ = run_threads(2, summed_before, 1, LARGE)
     for parameters, ring in run_processes(2, summed_before, 3, LARGE):
         assert_equal(parameters, wanted)
-        assert ring > 0
+        assert ring == opened(state_sizes(stack(), PLANNED, ranks=2, on_gpu=False), packs=False)
 
 
 # ------------------------------------------------------------------------------------------ what users have kept

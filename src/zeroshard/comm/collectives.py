@@ -1,4 +1,16 @@
-"""Communicator: asynchronous collectives over the mesh. CollectiveOrder: the recorded order in which they run."""
+"""Communicator: asynchronous collectives over the mesh. CollectiveOrder: the recorded order in which they run.
+
+[Note: reduce-scatter over gloo]
+gloo's own reduce-scatter is an all-reduce of a copy: it moves twice the bytes, and its wait ignores timeouts. So over
+gloo a reduce-scatter is an all-to-all, which sends each rank its part of the input and moves the bytes that the paper
+counts, and a sum of the received parts. Sends and receives without a collective would save the copy of the own part,
+but a wait for one that ends at a timeout closes the connection, so it cannot be repeated between checks for faults.
+
+Parts are added in the order of the ranks, whatever the order in which they arrive, and in the dtype of the input: each
+addition is rounded to it, as NCCL does and as all-reduces do (``Config.reduce_dtype`` chooses a wider one). So repeated
+runs and stages 1, 2 and 3 give the same bits. With two ranks stage 0 does too; with more, gloo's all-reduce adds in
+another order.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +105,8 @@ class Communicator:
         return self._is_host_blocking
 
     @property
-    def reduce_scatter_overwrites_input(self) -> bool:
-        """Whether :meth:`reduce_scatter` overwrites its input."""
+    def needs_receive_buffer(self) -> bool:
+        """Whether :meth:`reduce_scatter` needs a buffer of its input's length: [Note: reduce-scatter over gloo]."""
         return self._is_host_blocking and self.shard_axis.size > 1
 
     def all_gather(
@@ -109,19 +121,22 @@ class Communicator:
         start = partial(_all_gather, output, shard, group=axis.group, async_op=True)
         return self._start(start, kind, output.nbytes, what)
 
-    def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> CollectiveWork:
+    def reduce_scatter(
+        self, shard: torch.Tensor, packed: torch.Tensor, what: str, received: torch.Tensor | None = None
+    ) -> CollectiveWork:
         """Sum ``packed`` over the ranks and store this rank's part in ``shard``.
 
-        See also :attr:`reduce_scatter_overwrites_input`.
+        ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done.
         """
         if self.shard_axis.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
             return _CompletedWork()
         on_done = None
-        if self._is_host_blocking:  # gloo's reduce-scatter is an all-reduce of a copy, and ignores the timeout
-            start = partial(dist.all_reduce, packed, group=self._reduce_group, async_op=True)
-            on_done = partial(shard.copy_, packed.view(self.shard_axis.size, -1)[self.shard_axis.rank])
+        if self._is_host_blocking:
+            assert received is not None
+            start = partial(dist.all_to_all_single, received, packed, group=self._reduce_group, async_op=True)
+            on_done = partial(sum_in_order, shard, received.view(self.shard_axis.size, -1))
         else:
             start = partial(_reduce_scatter, shard, packed, group=self._reduce_group, async_op=True)
         return self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
@@ -242,6 +257,19 @@ class _MonitoredWork:
                 self._consistency.wait_for_work(self._work, self._description, start)
         if self._on_done is not None:
             self._on_done()
+
+
+def sum_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
+    """Sum the rows of ``parts``, the first two first, each sum rounded to their dtype.
+
+    >>> output = torch.empty(1)
+    >>> sum_in_order(output, torch.tensor([[1e8], [-1e8], [1.0]]))
+    >>> output
+    tensor([1.])
+    """
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
 
 
 def all_gather_sync(output: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.comm.mesh import MeshAxis
+from zeroshard.comm.mesh import MeshAxis, group_backend
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Traffic:
     """Collectives of one kind.
 
     Bytes are counted as in the paper: an all-gather by its output, a reduce-scatter by its input, an all-reduce by
-    twice its length.
+    twice its length. A rank of a group of N receives (N - 1)/N of them.
     """
 
     count: int = 0
@@ -87,8 +87,8 @@ class TPTrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, axis: MeshAxis) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
+        self._axis = axis
         self._group_name = axis.group.group_name if axis.group is not None else ""
-        self._axis_size = axis.size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -96,11 +96,17 @@ class TPTrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "_c10d_functional" and len(args) > 1 and args[-1] == self._group_name:
             tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
             self.traffic.count += 1
-            self.traffic.bytes += self._bytes_multiplier(func._schema.name) * sum(tensor.nbytes for tensor in tensors)
+            multiplier = self._bytes_multiplier(func._schema.name, tensors[0].device)
+            self.traffic.bytes += multiplier * sum(tensor.nbytes for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
-    def _bytes_multiplier(self, name: str) -> int:
-        """Return the weight of a collective's input bytes: see :class:`Traffic`."""
+    def _bytes_multiplier(self, name: str, device: torch.device) -> int:
+        """Return the weight of a collective's input bytes: see :class:`Traffic`.
+
+        DTensor uses gloo's own reduce-scatter, which is an all-reduce: [Note: reduce-scatter over gloo].
+        """
         if "all_reduce" in name:
             return 2
-        return self._axis_size if "all_gather" in name else 1
+        if "reduce_scatter" in name:
+            return 2 if group_backend(self._axis.group, device) == "gloo" else 1
+        return self._axis.size if "all_gather" in name else 1

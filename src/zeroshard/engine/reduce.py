@@ -81,18 +81,13 @@ class ReduceBuffers:
     which is used) keeps it until the reduction is finished, and the side stream's list keeps it until compute has
     waited for that stream. This happens when the next unit's gradients are ready: if a unit has such buckets (the same
     on all ranks), its reductions finish before those of the next start, so that the gradients of at most two units are
-    in memory. Local sums of ``no_sync`` are reduced in place in the same way. If the backend overwrites its input, it
-    gets a copy nevertheless, because a hook of the user may have kept the gradient.
+    in memory. Local sums of ``no_sync`` are reduced in place in the same way.
     """
 
     def __init__(self, flat_grads: Iterable[FlatGrad], comm: Communicator, slots: int, tracker: MemoryTracker) -> None:
         self._flat_grads, self._comm, self._slot_count, self._tracker = list(flat_grads), comm, slots, tracker
         # flats whose buckets inside one parameter may be reduced in place; the same on all ranks
-        self._in_place = {
-            flat_grad
-            for flat_grad in self._flat_grads
-            if flat_grad.flat.spec.can_reduce_in_place and not comm.reduce_scatter_overwrites_input
-        }
+        self._in_place = {grad for grad in self._flat_grads if grad.flat.spec.can_reduce_in_place}
         self._rings: dict[torch.dtype, BucketRing] = {}
         self._shard_buffers: dict[torch.dtype, deque[torch.Tensor]] = {}  # the next one first
         self._packers: dict[tuple[FlatParam, int, int], GradPacker] = {}  # by flat, bucket and slot
@@ -134,9 +129,11 @@ class ReduceBuffers:
         slots, needs_reduce_buffer = [], flat_grad.needs_reduce_buffer
         for bucket_index, in_place_input in enumerate(in_place_inputs):
             slot = ring.next_slot()
+            bucket = flat_grad.flat.layout.buckets[bucket_index]
             if in_place_input is None:
-                bucket = flat_grad.flat.layout.buckets[bucket_index]
                 slot.input_buffers.alloc_storage(bucket.end - bucket.start)
+            if slot.receive_buffers is not None:
+                slot.receive_buffers.alloc_storage(bucket.end - bucket.start)
             if needs_reduce_buffer:
                 slot.output_buffers.alloc_storage(flat_grad.flat.shard_ranges[bucket_index].numel)
             slots.append(slot)
@@ -168,16 +165,27 @@ class ReduceBuffers:
         buffers.rotate(-1)
         return buffers[-1]
 
+    def receive_buffer(self, dtype: torch.dtype, bucket: Range) -> torch.Tensor | None:
+        """Return the ring's next receive buffer, to reduce a bucket of replicated gradients; None if not needed."""
+        ring = self._rings.get(dtype)
+        if ring is None:
+            ring = self._rings[dtype] = self._make_ring(dtype)
+        buffers = ring.next_slot().receive_buffers
+        if buffers is None:
+            return None
+        buffers.alloc_storage(bucket.numel)
+        return buffers.view(bucket.numel)
+
     def _make_ring(self, dtype: torch.dtype) -> BucketRing:
-        packed_lengths = {
-            bucket.numel
-            for gradient in self._grads_of_dtype(dtype)
-            for bucket, param_range in zip(
-                gradient.flat.layout.buckets, gradient.flat.spec.single_param_buckets, strict=True
-            )
-            if param_range is None or gradient not in self._in_place
-        }
-        lengths = buffer_lengths(packed_lengths), buffer_lengths(self._shard_numels(dtype))
+        packed, received = set(), set()
+        for gradient in self._grads_of_dtype(dtype):
+            spec = gradient.flat.spec
+            for bucket, param_range in zip(spec.layout.buckets, spec.single_param_buckets, strict=True):
+                if self._comm.needs_receive_buffer:
+                    received.add(bucket.numel)
+                if param_range is None or gradient not in self._in_place:
+                    packed.add(bucket.numel)
+        lengths = buffer_lengths(packed), buffer_lengths(self._shard_numels(dtype)), buffer_lengths(received)
         return BucketRing(self._slot_count, lengths, dtype, self._comm.device, self._tracker)
 
     def _grads_of_dtype(self, dtype: torch.dtype) -> list[FlatGrad]:
@@ -454,7 +462,8 @@ class GradReducer:
             finish, kept = self._finish_offloaded, packed[: shard.numel()]
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
-        work, axes = self._comm.reduce_scatter(result, packed, what), self._comm.replicate_axes
+        received = None if slot.receive_buffers is None else slot.receive_buffers.view(packed.numel())
+        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.replicate_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
         slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
@@ -519,7 +528,8 @@ class GradReducer:
                 if len(pending) >= self._max_local_reductions:
                     self._finish_local_reduction()
                 if comm.shard_axis.size > 1:
-                    work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what), 0
+                    received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
+                    work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received), 0
                 else:
                     work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
                 work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])

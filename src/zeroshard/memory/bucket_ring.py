@@ -74,6 +74,7 @@ class BucketSlot:
     index: int
     input_buffers: SizedBuffers  # for a bucket
     output_buffers: SizedBuffers  # for this rank's shard of it
+    receive_buffers: SizedBuffers | None  # for this rank's shard of it as each rank has it, if the backend needs one
     finish_reduce: Callable[[], None] | None = None  # completes the pending reduction
 
     def wait(self) -> None:
@@ -96,16 +97,16 @@ class BucketRing:
     def __init__(
         self,
         slots: int,
-        lengths: tuple[Collection[int], Collection[int]],
+        lengths: tuple[Collection[int], Collection[int], Collection[int]],
         dtype: torch.dtype,
         device: torch.device,
         tracker: MemoryTracker,
     ) -> None:
-        """``lengths``: of the input buffers, and of the output buffers."""
+        """``lengths``: of the input buffers, of the output buffers, and of the receive buffers if there are any."""
         self.slots = []
         for index in range(slots):
-            inputs, outputs = (SizedBuffers(given, dtype, device, tracker) for given in lengths)
-            self.slots.append(BucketSlot(index, inputs, outputs))
+            inputs, outputs, received = (SizedBuffers(given, dtype, device, tracker) for given in lengths)
+            self.slots.append(BucketSlot(index, inputs, outputs, received if lengths[2] else None))
         self._next_index = 0
 
     def next_slot(self) -> BucketSlot:
@@ -123,3 +124,5 @@ class BucketRing:
         for slot in self.slots:
             slot.input_buffers.free_storage()
             slot.output_buffers.free_storage()
+            if slot.receive_buffers is not None:
+                slot.receive_buffers.free_storage()

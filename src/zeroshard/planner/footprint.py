@@ -5,7 +5,8 @@ The trace contains the activations. The engine events between its operations det
 
 - An unsharded unit is in memory until it is resharded, together with the next one (prefetch).
 - Gradients from autograd stay until the next reduction begins.
-- A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward.
+- A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward. If gradients are
+  replicated, reductions at the step use its receive buffers; they are freed before the update.
 - Reduced gradients stay until zero_grad(), which is assumed to come before the next forward.
 - The update allocates its buffer after all of these are freed, except the reduced gradients.
 
@@ -138,7 +139,7 @@ def footprint(
     usages = [replay.replay_span(span) for span in spans]
     peak = max(usages, key=lambda usage: usage.total)
     peak = MemoryUsage(peak.label, {**persistent, **peak.by_kind})
-    step_bytes = float(sizes.step_buffer_bytes) + conditions.scratch_bytes
+    step_bytes = max(sizes.step_buffer_bytes + conditions.scratch_bytes, _step_receive_bytes(sizes))
     step = MemoryUsage("step", {**persistent, "gradients": gradients, "activations": 0.0, "step": step_bytes})
     everything = [MemoryUsage(usage.label, {**persistent, **usage.by_kind}) for usage in usages] if timeline else []
     return Footprint(
@@ -158,13 +159,12 @@ class SimulatedRings:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._next_slot: Counter[torch.dtype] = Counter()
-        self._packed_buffers: set[tuple[torch.dtype, int, int]] = set()  # (dtype, slot, bytes)
-        self._shard_buffers: set[tuple[torch.dtype, int, int]] = set()
+        self._buffers: set[tuple[torch.dtype, int, str, int]] = set()  # (dtype, slot, use, bytes)
 
     @property
     def nbytes(self) -> int:
         """The total size of the allocated buffers."""
-        return sum(nbytes for *_, nbytes in self._packed_buffers) + sum(nbytes for *_, nbytes in self._shard_buffers)
+        return sum(nbytes for *_, nbytes in self._buffers)
 
     def add_buckets(self, buckets: Sequence[BucketSizes], is_accumulating: bool) -> None:
         """Allocate the buffers for a unit's buckets.
@@ -172,15 +172,34 @@ class SimulatedRings:
         ``is_accumulating``: reduced values are added to existing gradients.
         """
         for bucket in buckets:
-            slot = self._next_slot[bucket.dtype] % self._slots
-            self._next_slot[bucket.dtype] += 1
-            self._packed_buffers.add((bucket.dtype, slot, bucket.packed_bytes))
+            slot = self._add_receive_buffer(bucket)
+            self._buffers.add((bucket.dtype, slot, "packed", bucket.packed_bytes))
             if is_accumulating or bucket.needs_reduce_buffer:
-                self._shard_buffers.add((bucket.dtype, slot, bucket.shard_buffer_bytes))
+                self._buffers.add((bucket.dtype, slot, "shard", bucket.shard_buffer_bytes))
+
+    def add_local_sum(self, buckets: Sequence[BucketSizes]) -> None:
+        """Allocate the buffers to reduce a unit's unsharded gradients."""
+        for bucket in buckets:
+            self._add_receive_buffer(bucket)
+
+    def _add_receive_buffer(self, bucket: BucketSizes) -> int:
+        """Allocate the receive buffer of the next slot; return the slot."""
+        slot = self._next_slot[bucket.dtype] % self._slots
+        self._next_slot[bucket.dtype] += 1
+        self._buffers.add((bucket.dtype, slot, "received", bucket.receive_buffer_bytes))
+        return slot
 
     def free(self) -> None:
-        self._packed_buffers.clear()
-        self._shard_buffers.clear()
+        self._buffers.clear()
+
+
+def _step_receive_bytes(sizes: StateSizes) -> float:
+    """Return the bytes of the receive buffers that reductions at the step use."""
+    rings = SimulatedRings(sizes.ring_slots)
+    if not sizes.placement.gradients:
+        for unit in reversed(sizes.units):
+            rings.add_local_sum(unit.buckets)
+    return float(rings.nbytes)
 
 
 class _MemoryReplay:
@@ -231,7 +250,8 @@ class _MemoryReplay:
             if not placement.gradients:
                 return event.nbytes  # added to the accumulated gradients, then freed
             self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._conditions.is_accumulating)
-            pending = self._sizes.units[event.unit].side_stream_grad_bytes if self._conditions.on_gpu else 0.0
+            unit = self._sizes.units[event.unit]
+            pending = unit.side_stream_grad_bytes if self._conditions.on_gpu else unit.slot_grad_bytes
             self._pending_grad_bytes = min(pending, event.nbytes)
             return event.nbytes - self._pending_grad_bytes
         elif event.kind == "end forward":

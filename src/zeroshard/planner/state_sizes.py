@@ -51,13 +51,14 @@ class PredictedMemory:
 
 
 def predict_memory(
-    model: nn.Module, *, ranks: int, tensor: int = 1, optimizer_states: int = 2, **options: Any
+    model: nn.Module, *, ranks: int, tensor: int = 1, optimizer_states: int = 2, on_gpu: bool = True, **options: Any
 ) -> PredictedMemory:
     """Predict the memory of each of ``ranks`` after :func:`zeroshard.shard` with ``options``.
 
     ``tensor`` is the tensor-parallel degree; if it does not divide a layer evenly, the result is for the first rank,
     which holds the most. The model may be on the meta device. ``optimizer_states`` is the number of values that the
-    optimizer keeps per element: 2 for Adam, 1 for SGD with momentum. Every parameter that requires a gradient is
+    optimizer keeps per element: 2 for Adam, 1 for SGD with momentum. ``on_gpu=False``: the ranks use gloo, which needs
+    buffers to receive gradients in. Every parameter that requires a gradient is
     assumed to be trained by one of torch's optimizers, which are stepped slice by slice: see
     :attr:`zeroshard.Config.bucket_size`.
 
@@ -66,11 +67,15 @@ def predict_memory(
     >>> predict_memory(model, ranks=4, stage=3, precision="bf16").states["optimizer states"] == 2 * 4 * 1024**2 // 4
     True
     """
-    sizes = state_sizes(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
+    sizes = state_sizes(
+        model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states, on_gpu=on_gpu
+    )
     transient = {
         "gathered": 2 * max((unit.full_bytes for unit in sizes.units), default=0) if sizes.placement.parameters else 0,
         "autograd": 2 * max((unit.grad_bytes for unit in sizes.units), default=0),
-        "buckets": sizes.ring_bytes if sizes.placement.gradients else sizes.shard_buffer_bytes,
+        "buckets": (
+            sizes.ring_bytes if sizes.placement.gradients else sizes.shard_buffer_bytes + sizes.receive_buffer_bytes
+        ),
         "step": sizes.step_buffer_bytes,
     }
     return PredictedMemory(sizes.states, transient, sizes.offloaded)
@@ -83,6 +88,7 @@ class BucketSizes:
     dtype: torch.dtype  # selects the ring
     packed_bytes: int  # bytes of the buffer it is packed into; 0 if it is reduced in place
     shard_buffer_bytes: int  # bytes of the buffer for this rank's shard, if reduced into one
+    receive_buffer_bytes: int  # bytes of the buffer for the ranks' parts: 0 unless they use gloo
     needs_reduce_buffer: bool  # always, because it is offloaded; else only when accumulating
 
 
@@ -101,6 +107,7 @@ class UnitSizes:
     shard_bytes: int  # bytes of its shard
     offloaded_grad_bytes: int  # bytes of its gradient that are offloaded
     in_place_grad_bytes: int  # bytes of its gradient that are reduced in place
+    slot_grad_bytes: int  # bytes of it that ring slots keep until the next unit's gradients are ready
     side_stream_grad_bytes: int  # bytes of it read on the side stream: see [Note: packing on the compute stream]
     device_grad_numels: tuple[tuple[torch.dtype, int], ...]  # elements of its gradients on the device, by dtype
     buckets: tuple[BucketSizes, ...]  # in reduce order
@@ -120,6 +127,7 @@ class StateSizes:
     ring_slots: int  # slots of each bucket ring that backward uses
     ring_bytes: int  # bytes of all rings with all buffers they can have
     shard_buffer_bytes: int  # bytes of the buffers for reductions at the step, if gradients are unsharded
+    receive_buffer_bytes: int  # of ring_bytes, bytes of the receive buffers, which such reductions use too
     step_buffer_bytes: int  # bytes of the buffer that the update allocates
     staging_bytes: int  # bytes of host memory that stages offloaded states
     update_bytes_per_element: int  # read and written by an update: states, gradient, parameter, their copies
@@ -141,8 +149,8 @@ def state_sizes(
     """Compute the memory that :func:`zeroshard.shard` would hold on the first of ``ranks``.
 
     ``unit_specs`` are the model's units, if known. There are ``replicas`` groups of ``ranks``; the ranks of a group
-    share the states. ``has_fused_adam``: the optimizer is an Adam that a GPU updates in one pass, see [Note: fused Adam
-    in one pass].
+    share the states. ``on_gpu=False``: they use gloo, see [Note: reduce-scatter over gloo]. ``has_fused_adam``: the
+    optimizer is an Adam that a GPU updates in one pass, see [Note: fused Adam in one pass].
     """
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
@@ -168,14 +176,14 @@ def state_sizes(
     flats = plan.flats
     states, offloaded = count_states(flats, placement, optimizer_states)
     trained = [flat for flat in flats if flat.is_optimized]
-    rings = _ring_sizes(trained, on_gpu)
+    rings = _ring_sizes(trained, has_receive_buffers=shard_count > 1 and not on_gpu)
     uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
     copied = [flat for flat in trained if _needs_grad_copy(flat, uses_fused_adam)]
     copied_numel = sum(flat.layout.shard_numel for flat in copied)
     copied_itemsize = max((flat.master_dtype.itemsize for flat in copied), default=0)
     can_pack = config.offload is None and replicas == 1
     units = [
-        _unit_sizes(spec, unit_flats, rings, placement, can_pack, on_gpu)
+        _unit_sizes(spec, unit_flats, rings, placement, can_pack, config.ring)
         for spec, unit_flats in zip(unit_specs, plan.flats_by_unit, strict=True)
     ]
     return StateSizes(
@@ -187,6 +195,7 @@ def state_sizes(
         ring_slots=config.ring,
         ring_bytes=config.ring * sum(ring.slot_bytes for ring in rings.values()),
         shard_buffer_bytes=config.ring * sum(ring.max_shard_bytes for ring in rings.values()) if shard_count > 1 else 0,
+        receive_buffer_bytes=config.ring * sum(ring.receive_slot_bytes for ring in rings.values()),
         step_buffer_bytes=min(copied_numel, max_slice_numel(config.bucket_size)) * copied_itemsize,
         staging_bytes=plan.staging_bytes,
         update_bytes_per_element=max(
@@ -219,9 +228,9 @@ def _update_bytes_per_element(flat: FlatSpec, optimizer_states: int, has_fused_a
     return nbytes
 
 
-def _buckets(flat: FlatSpec, on_gpu: bool) -> list[tuple[Range, ParamRange | None]]:
-    """Return each bucket with the parameter range that a GPU reduces in place, or None."""
-    in_place = flat.single_param_buckets if on_gpu and flat.can_reduce_in_place else [None] * len(flat.layout.buckets)
+def _buckets(flat: FlatSpec) -> list[tuple[Range, ParamRange | None]]:
+    """Return each bucket with the parameter range that is reduced in place, or None."""
+    in_place = flat.single_param_buckets if flat.can_reduce_in_place else [None] * len(flat.layout.buckets)
     return list(zip(flat.layout.buckets, in_place, strict=True))
 
 
@@ -232,12 +241,18 @@ class _RingSizes:
     dtype: torch.dtype
     packed_numels: list[int]
     shard_numels: list[int]
-    max_packed_numels: list[int]  # lengths for packed buckets if none is reduced in place
+    bucket_numels: list[int]  # lengths for all buckets: to receive them, and to pack them if none is reduced in place
+    has_receive_buffers: bool
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot with all buffers it can have."""
-        return self.dtype.itemsize * sum(self.max_packed_numels + self.shard_numels)
+        return self.dtype.itemsize * sum(self.bucket_numels + self.shard_numels) + self.receive_slot_bytes
+
+    @property
+    def receive_slot_bytes(self) -> int:
+        """Bytes of the receive buffers of one slot."""
+        return self.dtype.itemsize * sum(self.bucket_numels) if self.has_receive_buffers else 0
 
     @property
     def max_shard_bytes(self) -> int:
@@ -246,22 +261,48 @@ class _RingSizes:
 
     def bucket_sizes(self, numel: int, shard_numel: int, in_place: bool, needs_reduce_buffer: bool) -> BucketSizes:
         """Return the memory of a bucket of ``numel`` elements."""
-        packed = 0 if in_place else min(length for length in self.packed_numels if length >= numel)
-        shard = min(length for length in self.shard_numels if length >= shard_numel)
-        return BucketSizes(self.dtype, packed * self.dtype.itemsize, shard * self.dtype.itemsize, needs_reduce_buffer)
+
+        def buffer_bytes(lengths: list[int], needed: int) -> int:
+            return self.dtype.itemsize * min(length for length in lengths if length >= needed)
+
+        packed = 0 if in_place else buffer_bytes(self.packed_numels, numel)
+        received = buffer_bytes(self.bucket_numels, numel) if self.has_receive_buffers else 0
+        shard = buffer_bytes(self.shard_numels, shard_numel)
+        return BucketSizes(self.dtype, packed, shard, received, needs_reduce_buffer)
 
 
-def _ring_sizes(flats: list[FlatSpec], on_gpu: bool) -> dict[torch.dtype, _RingSizes]:
+def _ring_sizes(flats: list[FlatSpec], has_receive_buffers: bool) -> dict[torch.dtype, _RingSizes]:
     """Return the ring sizes for each reduce dtype."""
     rings = {}
     for dtype in {flat.reduce_dtype: None for flat in flats}:
         same_dtype = [flat for flat in flats if flat.reduce_dtype == dtype]
-        buckets = [bucket for flat in same_dtype for bucket in _buckets(flat, on_gpu)]
+        buckets = [bucket for flat in same_dtype for bucket in _buckets(flat)]
         packed = [bucket.numel for bucket, in_place in buckets if in_place is None]
         shards = [span.numel for flat in same_dtype for span in flat.shard_ranges]
         all_buckets = [bucket.numel for bucket, _ in buckets]
-        rings[dtype] = _RingSizes(dtype, *(buffer_lengths(numels) for numels in (packed, shards, all_buckets)))
+        rings[dtype] = _RingSizes(
+            dtype, buffer_lengths(packed), buffer_lengths(shards), buffer_lengths(all_buckets), has_receive_buffers
+        )
     return rings
+
+
+def _slot_grad_bytes(flats: list[FlatSpec], ring_slots: int) -> int:
+    """Return the bytes of the gradients that the ring slots keep after a unit's last bucket has started.
+
+    See [Note: reducing large gradients in place].
+    """
+    kept: dict[tuple[int, int], int] = {}  # by flat and parameter
+    for dtype in {flat.reduce_dtype for flat in flats}:
+        buckets = [
+            (flat_index, in_place.param_index if in_place is not None else None)
+            for flat_index, flat in enumerate(flats)
+            for _, in_place in (_buckets(flat) if flat.reduce_dtype == dtype else ())
+        ]
+        for flat_index, param_index in buckets[-ring_slots:]:
+            if param_index is not None:
+                numel = flats[flat_index].layout.numels[param_index]
+                kept[flat_index, param_index] = numel * flats[flat_index].compute_dtype.itemsize
+    return sum(kept.values())
 
 
 def _unit_sizes(
@@ -270,7 +311,7 @@ def _unit_sizes(
     rings: dict[torch.dtype, _RingSizes],
     placement: Placement,
     can_pack_on_compute_stream: bool,
-    on_gpu: bool,
+    ring_slots: int,
 ) -> UnitSizes:
     trained = [flat for flat in flats if flat.is_optimized]
     offloaded: dict[str, int] = {}
@@ -296,9 +337,10 @@ def _unit_sizes(
         in_place_grad_bytes=sum(
             in_place.elements.numel * flat.compute_dtype.itemsize
             for flat in trained
-            for _, in_place in _buckets(flat, on_gpu)
+            for _, in_place in _buckets(flat)
             if in_place is not None
         ),
+        slot_grad_bytes=_slot_grad_bytes(trained, ring_slots),
         side_stream_grad_bytes=sum(
             sum(flat.layout.numels) * flat.compute_dtype.itemsize
             for flat in trained
@@ -317,7 +359,7 @@ def _unit_sizes(
                 needs_reduce_buffer=flat.has_offloaded_grads and flat.layout.shard_count > 1,
             )
             for flat in trained
-            for (bucket, in_place), span in zip(_buckets(flat, on_gpu), flat.shard_ranges, strict=True)
+            for (bucket, in_place), span in zip(_buckets(flat), flat.shard_ranges, strict=True)
         ),
         cast_bytes=sum(
             flat.layout.shard_numel * (flat.master_dtype.itemsize + flat.compute_dtype.itemsize)

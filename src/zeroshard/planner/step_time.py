@@ -101,8 +101,10 @@ class TraceCost:
         for op in span.ops:
             host += op.host_ops * machine.op
             if op.collective:
-                network += collective_seconds(machine, op.collective, op.moved_bytes, tensor)
-                counted = op.moved_bytes * (2 if op.collective == "all-reduce" else 1)
+                is_gloos_own = machine.is_cpu and op.collective == "reduce-scatter"  # [Note: reduce-scatter over gloo]
+                collective = "all-reduce" if is_gloos_own else op.collective
+                network += collective_seconds(machine, collective, op.moved_bytes, tensor)
+                counted = op.moved_bytes * (2 if collective == "all-reduce" else 1)
                 key = f"tensor {op.collective}"
                 self.traffic[key] = self.traffic.get(key, 0.0) + counted
                 host += machine.op

@@ -195,7 +195,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
             *(f"{label:<10}{value}" for label, value in rows),
             "",
             f"memory per rank, without activations{inputs_note}",
-            *_memory_table(options, language_model, ranks, precision),
+            *_memory_table(options, language_model, ranks, precision, on_gpu=device == "cuda"),
         ]
     )
 
@@ -210,7 +210,9 @@ def _describe_block_inputs(options: TrainOptions, language_model: LanguageModel,
     return f"; inputs of blocks need {format_bytes(nbytes)}{where}"
 
 
-def _memory_table(options: TrainOptions, language_model: LanguageModel, ranks: int, precision: str) -> list[str]:
+def _memory_table(
+    options: TrainOptions, language_model: LanguageModel, ranks: int, precision: str, on_gpu: bool
+) -> list[str]:
     """Return a table of the memory per rank: one column per stage."""
     sharding = options.sharding
 
@@ -221,6 +223,7 @@ def _memory_table(options: TrainOptions, language_model: LanguageModel, ranks: i
             tensor=sharding.tensor,
             stage=stage,
             precision=precision,
+            on_gpu=on_gpu,
             offload=sharding.offload_config if stage == 3 else {**sharding.offload_config, "parameters": "device"},
             cast_on_gather=sharding.cast_on_gather,
         )

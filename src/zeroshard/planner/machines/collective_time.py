@@ -16,8 +16,8 @@ receive, combine and forward data that a ring keeps separate. The faster of the 
 large messages, the tree for small ones. The factor of one half is an assumption; everything else follows from the
 machine.
 
-With both algorithms, an all-reduce is a reduce-scatter and an all-gather. Over gloo (kind "cpu"), a reduce-scatter is
-an all-reduce with a sliced result, and costs the same. The host time to launch a collective is not included.
+With both algorithms, an all-reduce is a reduce-scatter and an all-gather. The host time to launch a collective is not
+included.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
     if ranks == 1:
         return 0.0
     group = GroupTopology.from_stride(machine.devices, ranks, stride)
-    passes = 2 if kind == "reduce-scatter" and machine.is_cpu else PASSES[kind]
     transfer = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
-    return passes * min(
+    return PASSES[kind] * min(
         transfer + latency_seconds(machine, group.ring_hops),
         transfer / TREE_RATE_FRACTION + latency_seconds(machine, group.tree_hops),
     )
