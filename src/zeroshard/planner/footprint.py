@@ -5,8 +5,9 @@ The trace contains the activations. The engine events between its operations det
 
 - An unsharded unit is in memory until it is resharded, together with the next one (prefetch).
 - Gradients from autograd stay until the next reduction begins.
-- A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward. If gradients are
-  replicated, reductions at the step use its receive buffers; they are freed before the update.
+- A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward. Replicated
+  gradients use only its receive buffers: in the last backward, and before that is known in the step, where they are
+  freed before the update.
 - Reduced gradients stay until zero_grad(), which is assumed to come before the next forward.
 - The update allocates its buffer after all of these are freed, except the reduced gradients.
 
@@ -106,6 +107,8 @@ class MemoryConditions:
     """Gradients are in memory when a forward begins."""
     is_accumulating: bool = False
     """A backward adds to the gradients of an earlier one."""
+    reduces_in_backward: bool = True
+    """Replicated gradients are reduced in the last backward."""
 
 
 DEFAULT_CONDITIONS = MemoryConditions()
@@ -248,7 +251,11 @@ class _MemoryReplay:
                 )
             self._allocated_segments |= self._segments[event.unit]
             if not placement.gradients:
-                return event.nbytes  # added to the accumulated gradients, then freed
+                before = self._rings.nbytes
+                if self._conditions.reduces_in_backward:
+                    self._rings.add_local_sum(self._sizes.units[event.unit].buckets)
+                # added to the accumulated gradients, then freed, before these are reduced
+                return max(0.0, event.nbytes - (self._rings.nbytes - before))
             self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._conditions.is_accumulating)
             unit = self._sizes.units[event.unit]
             pending = unit.side_stream_grad_bytes if self._conditions.on_gpu else unit.slot_grad_bytes

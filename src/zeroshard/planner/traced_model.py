@@ -292,6 +292,7 @@ class TracedModel:
             scratch_bytes=self.loop.scratch_bytes_per_element * min(trained_numel, self._config.bucket_size),
             has_persistent_grads=strategy.accumulate > 1 or strategy.offload is not None,
             is_accumulating=strategy.accumulate > 1,
+            reduces_in_backward=self._config.backwards != 0,
         )
         return footprint(traced.trace, sizes, conditions, spans=traced.cost.spans, timeline=timeline)
 
