@@ -168,8 +168,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
             outcome.signal = signals[0]
             return outcome
         _read_outcome(outcome, directory, ending)
-        # the rest is advice, or gloo's text
-        error = re.split(r"\. All ranks must | \(\[/", _error_line(outcome.failure))[0]
+        error = _error_line(outcome.failure)
         disagreement = error if error.startswith("RanksDisagreeError: ") else ""
         outcome.checks = run_checks(outcome.records, options.ranks, options.steps, disagreement)
         if not outcome.failure and ending.is_timeout:
@@ -257,13 +256,13 @@ def _read_outcome(outcome: RehearsalOutcome, directory: Path, ending: _Ending) -
 
 
 def _error_line(message: str) -> str:
-    """Return the last line of a traceback, without the module of the exception.
+    """Return the last line of a traceback, without the module of the exception, advice and gloo's text.
 
     >>> _error_line("Traceback …\\nzeroshard.comm.RanksDisagreeError: rank 1 has died: its process was killed")
     'RanksDisagreeError: rank 1 has died: its process was killed'
     """
     last = message.strip().splitlines()[-1] if message.strip() else ""
-    return re.sub(r"^[\w.]+\.(\w+:)", r"\1", last)
+    return re.split(r"\. All ranks must | \(\[/", re.sub(r"^[\w.]+\.(\w+:)", r"\1", last))[0]
 
 
 def _stacks(directory: Path, outcome: RehearsalOutcome) -> Iterator[str]:
