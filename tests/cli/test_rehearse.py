@@ -421,6 +421,15 @@ def test_equal_records_pass() -> None:
     assert {check.status for check in run_checks(three(), 3, 2)} == {"passed"}
 
 
+def test_checks_of_several_models_are_shown_apart() -> None:
+    records = three()
+    for record in records:
+        record.models *= 2
+    text = rehearse.render_text(rehearse.RehearsalOutcome("train.py", 3, 0, records, run_checks(records, 3, 2)))
+    assert "passed      optimizer, Net 2    the same options on all 3 ranks" in text
+    assert "passed      traffic, Net 1      100 B in the last step" in text
+
+
 def test_values_that_no_rank_could_read_are_not_checked() -> None:
     records = three()
     for rank in range(3):

@@ -319,7 +319,8 @@ def render_text(outcome: RehearsalOutcome) -> str:
     for model in first.models if first is not None else ():
         lines.append(f"{model.name}: stage {model.stage}, precision {model.precision}, {_psi(model.parameter_bytes)}")
     lines += [f"note: {note}" for note in outcome.notes]
-    lines += ["", *map(_check_line, outcome.checks), ""]
+    name_width = max((len(check.name) for check in outcome.checks), default=0) + 2
+    lines += ["", *(_check_line(check, name_width) for check in outcome.checks), ""]
     if any(model.held for record in outcome.records for model in record.models):
         lines += [*_memory_table(outcome.records), ""]
     failed = [check.name for check in outcome.checks if check.status == FAILED]
@@ -333,8 +334,8 @@ def render_text(outcome: RehearsalOutcome) -> str:
     return "\n".join(lines)
 
 
-def _check_line(check: RehearsalCheck) -> str:
-    head = f"{check.status:<12}{check.name:<13}"
+def _check_line(check: RehearsalCheck, name_width: int) -> str:
+    head = f"{check.status:<12}{check.name:<{name_width}}"
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     return textwrap.fill(
         check.text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
