@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print one JSON object; rank 0's output goes to standard error"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; options of the rehearsal go before it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, passed unchanged")
     return parser
 
