@@ -304,8 +304,8 @@ def test_traffic_and_memory_of_a_step_are_those_of_the_formulas(
     ("fault", "stage", "name", "status", "text"),
     [
         ("same data", 2, "data", "warning", "ranks 0-1 got the same batch in 3 of 3 forwards"),
-        ("edit on one rank", 0, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on rank 1"),
-        ("edit on one rank", 1, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on rank 1"),
+        ("edit on one rank", 0, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on ranks 0-1"),
+        ("edit on one rank", 1, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on ranks 0-1"),
         ("not finite", 3, "finite", "failed", "in step 2 is not finite, and"),
         ("evaluates", 3, "traffic", "warning", "by the formula"),
         ("start", 3, "start", "passed", "on rank 1: rank 0's count"),
@@ -402,10 +402,10 @@ def changed(records: list[RankRecord], rank: int, **fields: Any) -> list[RankRec
     ("change", "name", "status", "text"),
     [
         ({"steps": 1}, "steps", "failed", "ranks 0-1: 2 of 2; rank 2: 1 of 2"),
-        ({"events": 8}, "collectives", "failed", "rank 2 ran other collectives"),
+        ({"events": 8}, "collectives", "failed", "different collectives on rank 2"),
         ({"held": {"parameters, device": 2 * 10**6}}, "memory", "failed", "rank 2 has 2.00 MB of parameters, device"),
         ({"values": {"before step 2": {"w": "x"}}}, "replicas", "failed", "'w' differs before step 2 on rank 2"),
-        ({"options": "other"}, "optimizer", "failed", "rank 2 has other options"),
+        ({"options": "other"}, "optimizer", "failed", "different options on rank 2"),
         ({"batches": ["batch 0", "1"]}, "data", "warning", "ranks 0, 2 got the same batch in 1 of 2 forwards"),
         ({"not_finite": ["'w' before step 2"]}, "finite", "failed", "rank 2: 'w' before step 2 is not finite"),
         ({"start": "x"}, "start", "passed", "different weights to shard() on rank 2"),

@@ -146,7 +146,7 @@ def _check_collectives(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         return result(NOT_CHECKED, reason)
     difference = _difference(models, lambda model: (model.events, model.traffic))
     if difference is not None:
-        return result(FAILED, f"{difference} ran other collectives: look for a branch on the rank around the model")
+        return result(FAILED, f"different collectives on {difference}: look for a branch on the rank around the model")
     counts = ", ".join(f"{number} {kind}" for kind, (number, _) in first.step_traffic.items())
     events = f"{first.events} events in {_count(first.steps, 'step')}"
     return result(PASSED, f"the same order on {_all(len(models))}, {events}; last step: {counts}")
@@ -249,8 +249,8 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
                 if len(set(found.values())) > 1:
                     return result(
                         FAILED,
-                        f"{name!r} differs {when} {_odd_ones(found)}: something changes it on some ranks only, such "
-                        "as an edit under `if rank == …`",
+                        f"{name!r} differs {when} on {name_ranks(_minority(found))}: something changes it on some "
+                        "ranks only, such as an edit under `if rank == …`",
                     )
     what = "shards of replicas" if first.is_partitioned else "parameters"
     text = f"{what} have the same bits in {_count(len(moments), 'comparison')}" + _unread(models, "parameters")
@@ -286,7 +286,7 @@ def _check_options(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         return RehearsalCheck("optimizer", NOT_CHECKED, "one rank" if len(models) < 2 else str(reason))
     difference = _difference(models, lambda model: model.options)
     if difference is not None:
-        text = f"{difference} has other options: set learning rates and weight decay from what all ranks know"
+        text = f"different options on {difference}: set learning rates and weight decay from what all ranks know"
         return RehearsalCheck("optimizer", FAILED, text)
     return RehearsalCheck("optimizer", PASSED, f"the same options on {_all(len(models))}")
 
@@ -332,8 +332,9 @@ def _check_start(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     if len(models) < 2 or None in starts.values():
         reason = "one rank" if len(models) < 2 else "no weights before shard(), as on the meta device"
         return RehearsalCheck("start", NOT_CHECKED, reason)
-    if len(set(starts.values())) > 1:
-        text = f"ranks passed different weights to shard() {_odd_ones(starts)}: rank 0's count, as with DDP"
+    others = [rank for rank, start in starts.items() if start != starts[min(starts)]]
+    if others:
+        text = f"ranks passed different weights to shard() on {name_ranks(others)}: rank 0's count, as with DDP"
         return RehearsalCheck("start", PASSED, text)
     return RehearsalCheck("start", PASSED, f"the same weights on {_all(len(models))}")
 
@@ -378,13 +379,14 @@ def _difference(models: Mapping[int, ModelRecord], value: Callable[[ModelRecord]
 
 
 def _minority(found: Mapping[int, Any]) -> list[int]:
-    """Return the ranks that have not the most frequent value; of equally frequent ones, the first rank's counts."""
-    usual, _ = Counter(found.values()).most_common(1)[0]
-    return [rank for rank, value in found.items() if value != usual]
+    """Return the ranks that have not the most frequent value; all ranks if no value is more frequent than others.
 
-
-def _odd_ones(found: Mapping[int, Any]) -> str:
-    return f"on {name_ranks(_minority(found))}"
+    >>> _minority({0: "a", 1: "b", 2: "a"}), _minority({0: "a", 1: "b"})
+    ([1], [0, 1])
+    """
+    (usual, number), *others = Counter(found.values()).most_common()
+    has_usual = not others or others[0][1] < number
+    return [rank for rank, value in found.items() if value != usual or not has_usual]
 
 
 def _by_value(found: Mapping[int, int]) -> Iterable[tuple[str, int]]:
