@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in rest or "--help" in rest:
         print(f"{__doc__}\nOptions of a section: --sections SECTION --help. Sections: {', '.join(SECTIONS)}")
         return
-    if "--out" in rest:
-        raise SystemExit("--out names the record of one section: give --sections with one name")
+    if any(argument.partition("=")[0] == "--out" for argument in rest):
+        raise SystemExit("--out is the record of one section: name it by --sections SECTION")
     command = [sys.executable, "-m", "benchmarks", "evidence", *rest]
     failed = [name for name in chosen.sections if subprocess.run([*command, "--sections", name], cwd=ROOT).returncode]
     if failed:

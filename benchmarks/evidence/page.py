@@ -39,7 +39,9 @@ def missing(name: str) -> str:
 def summarize(name: str, record: Record, root: Path) -> str:
     """Return a section's result in words, and its chart."""
     words = SUMMARIES[name](record, root)
-    title = {"curves": "Loss curves", "kills": "Seconds until told", "endurance": "What the processes hold"}.get(name)
+    title = {"curves": "Loss curves", "kills": "Seconds until the error", "endurance": "What the processes hold"}.get(
+        name
+    )
     return f"{words}\n\n![{title}](evidence/{name}.svg)" if title else words
 
 
@@ -117,7 +119,7 @@ def _kills(record: Record, root: Path) -> str:
     text = f"{len(kills)} kills. The other rank got an error in {len(seconds)}{longest}; in {named} it was "
     text += f"`RanksDisagreeError` with the number of the killed rank. {same} times the next start found a checkpoint "
     lost = max((each["lost_steps"] or 0 for each in kills), default=0)
-    return f"{text}and went on with the same bits; at most {lost} step was lost."
+    return f"{text}and went on with the same bits; at most {lost} {'step was' if lost == 1 else 'steps were'} lost."
 
 
 def _endurance(record: Record, root: Path) -> str:
@@ -173,7 +175,7 @@ def _draw_kills(results: Sequence[Record]) -> list[Panel]:
         if seconds:
             shares = [(value, 100 * (index + 1) / len(seconds)) for index, value in enumerate(seconds)]
             lines[backend] = [(0.0, 0.0), *shares]
-    return [Panel("Kills of which the other rank has been told", "seconds after the kill", "%", lines)]
+    return [Panel("Kills after which the other rank has an error", "seconds after the kill", "%", lines)]
 
 
 def _draw_endurance(results: Sequence[Record]) -> list[Panel]:

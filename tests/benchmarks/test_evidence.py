@@ -99,6 +99,11 @@ def test_the_largest_difference_of_any_curve_is_said_and_drawn(root: Path) -> No
         report.main(["--check"], root)
 
 
+def test_several_sections_do_not_write_one_record(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--out is the record of one section"):
+        evidence.main(["--sections", "curves", "kills", "--tiny", "--out", str(tmp_path / "new.json")])
+
+
 def test_kills_that_were_not_told_by_name_are_counted(root: Path) -> None:
     right = {"died_in": "step", "error": "", "seconds": 0.5, "same_bits": True, "lost_steps": 1, "backend": "gloo"}
     wrong = right | {"error": "another rank is gone", "seconds": 9.0, "same_bits": False}

@@ -180,7 +180,7 @@ def test_a_script_that_hangs_is_ended_and_says_where(
         if where in output:
             break
     assert where in output
-    assert "no rank called zeroshard.shard()" in output
+    assert "the run ended before zeroshard.shard() had returned on any rank" in output
     assert not any(map(is_running, started_pids(tmp_path)))
 
 
@@ -252,7 +252,8 @@ def recorded(
 def train(rank: int, fault: str, options: dict[str, Any], backwards: int, replicas: int) -> None:
     torch.manual_seed(rank if fault == "start" else 0)
     model: Any = Net()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.blocks[0].requires_grad_(fault != "frozen")
+    optimizer: Any = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     shape = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh("cpu", shape) if replicas > 1 else None
     if fault != "never shards":
@@ -302,9 +303,9 @@ def test_traffic_and_memory_of_a_step_are_those_of_the_formulas(
 @pytest.mark.parametrize(
     ("fault", "stage", "name", "status", "text"),
     [
-        ("same data", 2, "data", "warning", "ranks 0-1 got the same 3 batches"),
-        ("edit on one rank", 0, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on rank 1"),
-        ("edit on one rank", 1, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on rank 1"),
+        ("same data", 2, "data", "warning", "ranks 0-1 got the same batch in 3 of 3 forwards"),
+        ("edit on one rank", 0, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on ranks 0-1"),
+        ("edit on one rank", 1, "replicas", "failed", "'blocks.1.0.weight' differs before step 2 on ranks 0-1"),
         ("not finite", 3, "finite", "failed", "in step 2 is not finite, and"),
         ("evaluates", 3, "traffic", "warning", "by the formula"),
         ("start", 3, "start", "passed", "on rank 1: rank 0's count"),
@@ -315,6 +316,15 @@ def test_a_planted_fault_is_found(fault: str, stage: int, name: str, status: str
     assert found[name].status == status and text in found[name].text, found
     others = {other: check for other, check in found.items() if other != name}
     assert {check.status for check in others.values()} <= {"passed", "not checked"}, found
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_or_predicted_is_not_checked(tmp_path: Path) -> None:
+    offload = {"optimizer": "disk", "directory": str(tmp_path)}
+    found = checks_of(4, tmp_path, "frozen", replicas=2, precision="bf16", offload=offload)
+    statuses = {name: check.status for name, check in found.items()}
+    assert statuses == {**dict.fromkeys(found, "passed"), "traffic": "not checked", "finite": "not checked"}, found
+    assert found["replicas"].text.endswith("; offloaded parameters are not read")  # the frozen ones are
 
 
 def tensor_parallel(rank: int, directory: str, is_right: bool) -> RankRecord:
@@ -349,7 +359,9 @@ def test_tensor_parallel_ranks_get_the_same_data_and_hold_what_is_planned(tmp_pa
 def test_a_script_that_never_shards_ends_after_the_steps_of_its_own_optimizer(tmp_path: Path) -> None:
     (check,) = checks_of(2, tmp_path, "never shards").values()
     assert check.status == "failed"
-    assert check.text.startswith("no rank called zeroshard.shard(). An optimizer that is not sharded made 3 steps.")
+    assert check.text.startswith(
+        "zeroshard.shard() was not called on any rank. An optimizer that is not sharded made 3 steps."
+    )
 
 
 def three(**fields: Any) -> list[RankRecord]:
@@ -360,6 +372,7 @@ def three(**fields: Any) -> list[RankRecord]:
         start="w",
         steps=2,
         values={"before step 1": {"w": "1"}, "before step 2": {"w": "2"}, "after step 2": {"w": "3"}},
+        read=["parameters"],
         options="lr",
         events=7,
         traffic={"all-reduce": (2, 200)},
@@ -371,7 +384,11 @@ def three(**fields: Any) -> list[RankRecord]:
         **fields,
     )
     return [
-        RankRecord(rank, models=[replace(model, data_rank=rank, batches=[f"batch {rank}"])], is_finished=True)
+        RankRecord(
+            rank,
+            models=[replace(model, data_rank=rank, batches=[f"batch {rank}", f"next batch {rank}"])],
+            is_finished=True,
+        )
         for rank in range(3)
     ]
 
@@ -385,11 +402,11 @@ def changed(records: list[RankRecord], rank: int, **fields: Any) -> list[RankRec
     ("change", "name", "status", "text"),
     [
         ({"steps": 1}, "steps", "failed", "ranks 0-1: 2 of 2; rank 2: 1 of 2"),
-        ({"events": 8}, "collectives", "failed", "rank 2 ran other collectives"),
+        ({"events": 8}, "collectives", "failed", "different collectives on rank 2"),
         ({"held": {"parameters, device": 2 * 10**6}}, "memory", "failed", "rank 2 has 2.00 MB of parameters, device"),
         ({"values": {"before step 2": {"w": "x"}}}, "replicas", "failed", "'w' differs before step 2 on rank 2"),
-        ({"options": "other"}, "optimizer", "failed", "rank 2 has other options"),
-        ({"batches": ["batch 0"]}, "data", "warning", "ranks 0, 2 got the same 1 batch"),
+        ({"options": "other"}, "optimizer", "failed", "different options on rank 2"),
+        ({"batches": ["batch 0", "1"]}, "data", "warning", "ranks 0, 2 got the same batch in 1 of 2 forwards"),
         ({"not_finite": ["'w' before step 2"]}, "finite", "failed", "rank 2: 'w' before step 2 is not finite"),
         ({"start": "x"}, "start", "passed", "different weights to shard() on rank 2"),
         ({"tensor_rank": 1, "data_rank": 0}, "data", "failed", "ranks 0 and 2 compute one model together"),
@@ -404,9 +421,26 @@ def test_equal_records_pass() -> None:
     assert {check.status for check in run_checks(three(), 3, 2)} == {"passed"}
 
 
+def test_checks_of_several_models_are_shown_apart() -> None:
+    records = three()
+    for record in records:
+        record.models *= 2
+    text = rehearse.render_text(rehearse.RehearsalOutcome("train.py", 3, 0, records, run_checks(records, 3, 2)))
+    assert "passed      optimizer, Net 2    the same options on all 3 ranks" in text
+    assert "passed      traffic, Net 1      100 B in the last step" in text
+
+
+def test_values_that_no_rank_could_read_are_not_checked() -> None:
+    records = three()
+    for rank in range(3):
+        changed(records, rank, values={"before step 1": {}}, read=[], unread=["parameters", "gradients"])
+    found = {check.name: check.status for check in run_checks(records, 3, 2)}
+    assert found["replicas"] == found["finite"] == "not checked"
+
+
 def test_a_rank_without_a_record_is_named() -> None:
     check: RehearsalCheck = run_checks(three()[:2], 3, 2)[0]
-    assert check.status == "failed" and "rank 2 did not call zeroshard.shard() before the run ended" in check.text
+    assert check.status == "failed" and "the run ended before zeroshard.shard() had returned on rank 2" in check.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.complex64])

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print one JSON object; rank 0's output goes to standard error"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; options of the rehearsal go before it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, passed unchanged")
     return parser
 
@@ -168,8 +168,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
             outcome.signal = signals[0]
             return outcome
         _read_outcome(outcome, directory, ending)
-        # the rest is advice, or gloo's text
-        error = re.split(r"\. All ranks must | \(\[/", _error_line(outcome.failure))[0]
+        error = _error_line(outcome.failure)
         disagreement = error if error.startswith("RanksDisagreeError: ") else ""
         outcome.checks = run_checks(outcome.records, options.ranks, options.steps, disagreement)
         if not outcome.failure and ending.is_timeout:
@@ -257,13 +256,13 @@ def _read_outcome(outcome: RehearsalOutcome, directory: Path, ending: _Ending) -
 
 
 def _error_line(message: str) -> str:
-    """Return the last line of a traceback, without the module of the exception.
+    """Return the last line of a traceback, without the module of the exception, advice and gloo's text.
 
     >>> _error_line("Traceback …\\nzeroshard.comm.RanksDisagreeError: rank 1 has died: its process was killed")
     'RanksDisagreeError: rank 1 has died: its process was killed'
     """
     last = message.strip().splitlines()[-1] if message.strip() else ""
-    return re.sub(r"^[\w.]+\.(\w+:)", r"\1", last)
+    return re.split(r"\. All ranks must | \(\[/", re.sub(r"^[\w.]+\.(\w+:)", r"\1", last))[0]
 
 
 def _stacks(directory: Path, outcome: RehearsalOutcome) -> Iterator[str]:
@@ -320,7 +319,8 @@ def render_text(outcome: RehearsalOutcome) -> str:
     for model in first.models if first is not None else ():
         lines.append(f"{model.name}: stage {model.stage}, precision {model.precision}, {_psi(model.parameter_bytes)}")
     lines += [f"note: {note}" for note in outcome.notes]
-    lines += ["", *map(_check_line, outcome.checks), ""]
+    name_width = max((len(check.name) for check in outcome.checks), default=0) + 2
+    lines += ["", *(_check_line(check, name_width) for check in outcome.checks), ""]
     if any(model.held for record in outcome.records for model in record.models):
         lines += [*_memory_table(outcome.records), ""]
     failed = [check.name for check in outcome.checks if check.status == FAILED]
@@ -334,8 +334,8 @@ def render_text(outcome: RehearsalOutcome) -> str:
     return "\n".join(lines)
 
 
-def _check_line(check: RehearsalCheck) -> str:
-    head = f"{check.status:<12}{check.name:<13}"
+def _check_line(check: RehearsalCheck, name_width: int) -> str:
+    head = f"{check.status:<12}{check.name:<{name_width}}"
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     return textwrap.fill(
         check.text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False

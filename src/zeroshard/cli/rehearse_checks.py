@@ -39,6 +39,8 @@ class ModelRecord:
     steps: int = 0
     values: dict[str, dict[str, str]] = field(default_factory=dict)  # by moment: checksum by parameter name
     not_finite: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)  # "parameters", "gradients": whether trained ones could be read
+    unread: list[str] = field(default_factory=list)  # and whether some could not, because they are offloaded
     options: str = ""  # of the optimizer's groups, after the last step
     events: int = 0  # in the recorded order of collectives
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)  # number and bytes of collectives, by kind
@@ -115,9 +117,11 @@ def _check_steps(records: list[RankRecord], ranks: int, wanted: int) -> Rehearsa
         missing = sorted({*unsharded, *(set(range(ranks)) - {record.rank for record in records})})
         stepped = max((record.plain_steps for record in records), default=0)
         seen = f" An optimizer that is not sharded made {stepped} steps." if stepped else ""
-        which = "no rank called" if len(missing) == ranks else f"{name_ranks(missing)} did not call"
-        when = "" if has_ended else " before the run ended"
-        return result(FAILED, f"{which} zeroshard.shard(){when}.{seen} There is nothing to check without it")
+        where = "any rank" if len(missing) == ranks else name_ranks(missing)
+        what = f"zeroshard.shard() was not called on {where}"
+        if not has_ended:
+            what = f"the run ended before zeroshard.shard() had returned on {where}"
+        return result(FAILED, f"{what}.{seen} There is nothing to check without it")
     done = {record.rank: max(model.steps for model in record.models) for record in records}
     if len(set(done.values())) > 1:
         return result(FAILED, "; ".join(f"{who}: {number} of {wanted}" for who, number in _by_value(done)))
@@ -142,9 +146,10 @@ def _check_collectives(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         return result(NOT_CHECKED, reason)
     difference = _difference(models, lambda model: (model.events, model.traffic))
     if difference is not None:
-        return result(FAILED, f"{difference} ran other collectives: look for a branch on the rank around the model")
+        return result(FAILED, f"different collectives on {difference}: look for a branch on the rank around the model")
     counts = ", ".join(f"{number} {kind}" for kind, (number, _) in first.step_traffic.items())
-    return result(PASSED, f"the same order on {_all(len(models))}, {first.events} events; last step: {counts}")
+    events = f"{first.events} events in {_count(first.steps, 'step')}"
+    return result(PASSED, f"the same order on {_all(len(models))}, {events}; last step: {counts}")
 
 
 def _check_traffic(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
@@ -153,7 +158,8 @@ def _check_traffic(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
 
     model = _first(models)
     if not model.formula_traffic or not model.steps:
-        reason = "the backward is in a closure" if model.backwards is None else "no collectives of a step"
+        reason = "no collectives of a step" if model.data_ranks == 1 else "the formula is not for frozen parameters"
+        reason = "the backward is in a closure" if model.backwards is None else reason
         return result(NOT_CHECKED, reason if model.steps else "no step")
     measured = {kind: model.step_traffic.get(kind, (0, 0))[1] for kind in ("all-gather", "reduce-scatter")}
     reduced = model.step_traffic.get("all-reduce", (0, 0))[1]
@@ -234,8 +240,8 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         reason = "each value is on one rank only" if len(models) > 1 else "one rank"
         return result(NOT_CHECKED, reason)
     moments = [when for when in first.values if all(when in model.values for model in models.values())]
-    if not moments:
-        return result(NOT_CHECKED, "no step")
+    if not any(model.values[when] for model in models.values() for when in moments):
+        return result(NOT_CHECKED, "the values are offloaded, and not read" if moments else "no step")
     for when in moments:
         for group in copies:
             for name in models[group[0]].values[when]:
@@ -243,16 +249,21 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
                 if len(set(found.values())) > 1:
                     return result(
                         FAILED,
-                        f"{name!r} differs {when} {_odd_ones(found)}: something changes it on some ranks only, such "
-                        "as an edit under `if rank == …`",
+                        f"{name!r} differs {when} on {name_ranks(_minority(found))}: something changes it on some "
+                        "ranks only, such as an edit under `if rank == …`",
                     )
     what = "shards of replicas" if first.is_partitioned else "parameters"
-    return result(PASSED, f"{what} have the same bits in {_count(len(moments), 'comparison')}")
+    text = f"{what} have the same bits in {_count(len(moments), 'comparison')}" + _unread(models, "parameters")
+    return result(PASSED, text)
+
+
+def _unread(models: Mapping[int, ModelRecord], *kinds: str) -> str:
+    """Return which of these kinds could not be read everywhere, as the end of a sentence; "" if all could."""
+    unread = [kind for kind in kinds if any(kind in model.unread for model in models.values())]
+    return f"; offloaded {' and '.join(unread)} are not read" if unread else ""
 
 
 def _check_finite(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
-    if not any(model.values for model in models.values()):
-        return RehearsalCheck("finite", NOT_CHECKED, "no step")
     found = {rank: model.not_finite for rank, model in models.items() if model.not_finite}
     if found:
         rank, texts = next(iter(found.items()))
@@ -261,7 +272,13 @@ def _check_finite(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         hint = "fp16 skips such a step and halves the loss scale" if is_scaled else "look at the loss and learning rate"
         text = f"rank {rank}: {texts[0]} is not finite" + (f", and {more} more" if more else "") + f": {hint}"
         return RehearsalCheck("finite", WARNING if is_scaled else FAILED, text)
-    return RehearsalCheck("finite", PASSED, "parameters and gradients are finite")
+    kinds = [kind for kind in ("parameters", "gradients") if any(kind in model.read for model in models.values())]
+    if not kinds:
+        is_offloaded = any(model.unread for model in models.values())
+        reason = "parameters and gradients are offloaded, and not read" if is_offloaded else "no step"
+        return RehearsalCheck("finite", NOT_CHECKED, reason)
+    text = f"{' and '.join(kinds)} are finite" + _unread(models, "parameters", "gradients")
+    return RehearsalCheck("finite", PASSED, text)
 
 
 def _check_options(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
@@ -269,7 +286,7 @@ def _check_options(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         return RehearsalCheck("optimizer", NOT_CHECKED, "one rank" if len(models) < 2 else str(reason))
     difference = _difference(models, lambda model: model.options)
     if difference is not None:
-        text = f"{difference} has other options: set learning rates and weight decay from what all ranks know"
+        text = f"different options on {difference}: set learning rates and weight decay from what all ranks know"
         return RehearsalCheck("optimizer", FAILED, text)
     return RehearsalCheck("optimizer", PASSED, f"the same options on {_all(len(models))}")
 
@@ -284,27 +301,30 @@ def _check_data(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     if _first(models).data_ranks == 1 and len(models) == 1:
         return result(NOT_CHECKED, "one rank")
     if not count:
-        return result(NOT_CHECKED, "no forward with gradients got a tensor")
-    batches = {rank: tuple(model.batches[:count]) for rank, model in models.items()}
-    by_batch: dict[tuple[str, ...], list[int]] = {}
+        return result(NOT_CHECKED, "not every rank made a forward with gradients that got a tensor")
     for rank, model in models.items():
-        if model.tensor_rank == 0:
-            by_batch.setdefault(batches[rank], []).append(rank)
         first = next(other for other, peer in models.items() if peer.data_rank == model.data_rank)
-        if batches[rank] != batches[first]:
+        if model.batches[:count] != models[first].batches[:count]:
             return result(
                 FAILED,
                 f"ranks {first} and {rank} compute one model together (tensor axis) and got different batches: draw "
                 "them by the data-parallel rank",
             )
-    equal = [ranks for ranks in by_batch.values() if len(ranks) > 1]
+    data_ranks = {rank: model for rank, model in models.items() if model.tensor_rank == 0}
+    equal: Counter[tuple[int, ...]] = Counter()  # how often these ranks got the same batch
+    for position in range(count):
+        by_batch: dict[str, list[int]] = {}
+        for rank, model in data_ranks.items():
+            by_batch.setdefault(model.batches[position], []).append(rank)
+        equal.update(tuple(ranks) for ranks in by_batch.values() if len(ranks) > 1)
     if equal:
+        ranks, number = equal.most_common(1)[0]
         return result(
             WARNING,
-            f"{name_ranks(equal[0])} got the same {count} batches: the job computes them several times over. Is a "
-            "DistributedSampler missing, or a seed without the rank?",
+            f"{name_ranks(ranks)} got the same batch in {number} of {_count(count, 'forward')}: the job computes it "
+            "several times over. Is a DistributedSampler missing, or a seed without the rank?",
         )
-    return result(PASSED, f"different batches on {_all(len(by_batch), 'data-parallel ranks')}, {count} compared")
+    return result(PASSED, f"different batches on {_all(len(data_ranks), 'data-parallel ranks')}, {count} compared")
 
 
 def _check_start(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
@@ -312,8 +332,9 @@ def _check_start(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     if len(models) < 2 or None in starts.values():
         reason = "one rank" if len(models) < 2 else "no weights before shard(), as on the meta device"
         return RehearsalCheck("start", NOT_CHECKED, reason)
-    if len(set(starts.values())) > 1:
-        text = f"ranks passed different weights to shard() {_odd_ones(starts)}: rank 0's count, as with DDP"
+    others = [rank for rank, start in starts.items() if start != starts[min(starts)]]
+    if others:
+        text = f"ranks passed different weights to shard() on {name_ranks(others)}: rank 0's count, as with DDP"
         return RehearsalCheck("start", PASSED, text)
     return RehearsalCheck("start", PASSED, f"the same weights on {_all(len(models))}")
 
@@ -358,13 +379,14 @@ def _difference(models: Mapping[int, ModelRecord], value: Callable[[ModelRecord]
 
 
 def _minority(found: Mapping[int, Any]) -> list[int]:
-    """Return the ranks that have not the most frequent value; of equally frequent ones, the first rank's counts."""
-    usual, _ = Counter(found.values()).most_common(1)[0]
-    return [rank for rank, value in found.items() if value != usual]
+    """Return the ranks that have not the most frequent value; all ranks if no value is more frequent than others.
 
-
-def _odd_ones(found: Mapping[int, Any]) -> str:
-    return f"on {name_ranks(_minority(found))}"
+    >>> _minority({0: "a", 1: "b", 2: "a"}), _minority({0: "a", 1: "b"})
+    ([1], [0, 1])
+    """
+    (usual, number), *others = Counter(found.values()).most_common()
+    has_usual = not others or others[0][1] < number
+    return [rank for rank, value in found.items() if value != usual or not has_usual]
 
 
 def _by_value(found: Mapping[int, int]) -> Iterable[tuple[str, int]]:

@@ -354,11 +354,13 @@ def _record_step(record: ModelRecord, engine: Engine, optimizer: torch.optim.Opt
     record.held = {key: nbytes for key, nbytes in held.items() if nbytes}
     record.peak = tracker.total.peak - tracker.get("activations").peak
     record.options = repr([_plain_options(group) for group in optimizer.param_groups])
-    shards = [
-        (flat, gradient.shard)
-        for flat, gradient in engine.gradients.flat_grads.items()
-        if gradient.has_shard and gradient.shard is not None and not gradient.is_offloaded
-    ]
+    shards = []
+    for flat, gradient in engine.gradients.flat_grads.items():
+        if gradient.has_shard and gradient.is_offloaded:
+            _add_once(record.unread, "gradients")
+        elif gradient.has_shard and gradient.shard is not None:
+            _add_once(record.read, "gradients")
+            shards.append((flat, gradient.shard))
     flags = [torch.isfinite(shard).all() for _, shard in shards]
     for (flat, _), is_finite in zip(shards, torch.stack(flags).tolist() if flags else (), strict=True):
         if not is_finite and len(record.not_finite) < MAX_NOT_FINITE:
@@ -378,11 +380,20 @@ def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
     """Record checksums of the values that other ranks have too, and whether all values are finite."""
     has_copies = engine.comm.data_parallel_size > (engine.comm.shard_axis.size if record.is_partitioned else 1)
     results: list[tuple[str, torch.Tensor]] = []
-    for name, values, is_trained in _values(engine):
-        # a frozen parameter may be infinite on purpose, such as a mask, and in a dtype without arithmetic
-        is_finite = torch.isfinite(values).all() if is_trained else torch.ones((), device=values.device)
-        number = checksum_tensor(values) if has_copies else torch.zeros((), dtype=torch.int64, device=values.device)
-        results.append((name, torch.stack([number, is_finite.to(torch.int64)])))
+    for unit in engine.units:
+        if unit.state.name == "UNSHARDING" and not unit.is_partitioned:
+            unit.wait_for_unshard()
+        for flat in unit.flats:
+            is_trained = flat.spec.is_trainable
+            found = _values(flat, unit.is_partitioned, unit.state.name == "UNSHARDED")
+            if is_trained:
+                _add_once(record.unread if found is None else record.read, "parameters")
+            for name, values in found or ():
+                # a frozen parameter may be infinite on purpose, such as a mask, and in a dtype without arithmetic
+                is_finite = torch.isfinite(values).all() if is_trained else torch.ones((), device=values.device)
+                zero = torch.zeros((), dtype=torch.int64, device=values.device)
+                number = checksum_tensor(values) if has_copies else zero
+                results.append((name, torch.stack([number, is_finite.to(torch.int64)])))
     checksums: dict[str, list[int]] = {}
     for name, result in results:
         checksum_value, finite_flag = result.tolist()
@@ -392,18 +403,18 @@ def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
     record.values[when] = {name: _digest(numbers) for name, numbers in checksums.items()} if has_copies else {}
 
 
-def _values(engine: Engine) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, values, is_trained) of full parameters, or of this rank's shards if they are partitioned."""
-    for unit in engine.units:
-        if unit.state.name == "UNSHARDING" and not unit.is_partitioned:
-            unit.wait_for_unshard()
-        for flat in unit.flats:
-            if not unit.is_partitioned and unit.state.name == "UNSHARDED":
-                for index, name in enumerate(flat.names):
-                    yield name, flat.full[flat.layout.range_of_param(index).slice], flat.spec.is_trainable
-            elif unit.is_partitioned and not _is_away(flat):
-                for index, _, values in flat.owned_slices():
-                    yield flat.names[index], values, flat.spec.is_trainable
+def _add_once(kinds: list[str], kind: str) -> None:
+    if kind not in kinds:
+        kinds.append(kind)
+
+
+def _values(flat: FlatParam, is_partitioned: bool, is_unsharded: bool) -> list[tuple[str, torch.Tensor]] | None:
+    """Return names and full parameters, or this rank's shards if they are partitioned; None if they cannot be read."""
+    if is_partitioned and not _is_away(flat):
+        return [(flat.names[index], values) for index, _, values in flat.owned_slices()]
+    if is_unsharded and not is_partitioned:
+        return [(name, flat.full[flat.layout.range_of_param(index).slice]) for index, name in enumerate(flat.names)]
+    return None
 
 
 def _is_away(flat: FlatParam) -> bool:
@@ -424,9 +435,12 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     """Return the bytes of a step with so many forwards and backwards, by kind of collective.
 
     As in the paper, which counts the output of an all-gather, the input of a reduce-scatter and twice an all-reduce.
+    Empty in stage 3 if parameters are frozen: backward may not need them, and gathers some apart from trained ones.
     """
     comm, placement = engine.comm, engine.context.placement
     trained = [flat for flat in _flats(engine) if flat.spec.is_trainable]
+    if placement.parameters and len(trained) < len(_flats(engine)):
+        return {}
     reductions = backwards if placement.gradients else min(backwards, 1)
     traffic: dict[str, int] = {}
     if comm.shard_axis.size > 1:
