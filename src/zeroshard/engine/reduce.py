@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from zeroshard.sharding import ParamRange, Range
 from zeroshard.utils.profiling import label
 
 HOLD_OFF_STEPS = 8  # steps without predictions after the first misprediction
+CLEARED_WEIGHT = 2**32  # separates cleared parameters from numbers of reductions in ReduceQueue.history
 MAX_HOLD_OFF_STEPS = 128  # each misprediction doubles them, up to this
 
 
@@ -240,7 +242,10 @@ class ReduceQueue:
         self.is_agreed = False  # whether all ranks have agreed on the order
         self._position = 0  # of the next unit to reduce
         self._done: set[Unit] = set()
-        self.history = 0  # what the reduced gradients are made of: how often all units were reduced since zero_grad()
+        # what the reduced gradients are made of: how often all units were reduced since zero_grad(), and which were
+        # cleared in between; the same on all ranks, whatever order they clear in and whichever parameters they use
+        self.history = 0
+        self._cleared: set[str] = set()  # parameters whose reduced gradient was cleared since the last reduction
         self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
     def agree(self, used: list[Unit], context: ShardContext) -> None:
@@ -275,7 +280,20 @@ class ReduceQueue:
         """Return the units that are not reduced yet, and start again with the first unit."""
         remaining, self._position, self.history = self.order[self._position :], 0, self.history + 1
         self._done.clear()
+        self._cleared.clear()
         return remaining
+
+    def record_clear(self, parameter: str) -> None:
+        """Record that the reduced gradient of one parameter is cleared."""
+        if parameter not in self._cleared:
+            self._cleared.add(parameter)
+            when = f"{parameter} after {self.history % CLEARED_WEIGHT} reductions"
+            self.history += CLEARED_WEIGHT * zlib.crc32(when.encode())  # str's own hash differs between ranks
+
+    def reset_history(self) -> None:
+        """Record that all reduced gradients are cleared."""
+        self.history = 0
+        self._cleared.clear()
 
     def abort(self, keeps_position: bool) -> None:
         """Handle a backward that has raised: start again with the first unit, or go on from the next one."""
@@ -451,7 +469,7 @@ class GradReducer:
             finish, kept = self._finish_offloaded, packed[: shard.numel()]
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
-        work, axes = self._comm.reduce_scatter(result, packed, what), self._comm.replicate_axes
+        work, axes = self._comm.reduce_scatter(result, packed, what), self._comm.sum_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
         slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
@@ -518,8 +536,8 @@ class GradReducer:
                 if comm.shard_axis.size > 1:
                     work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what), 0
                 else:
-                    work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
-                work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
+                    work, done = comm.all_reduce(result, comm.sum_axes[0], what), 1
+                work, axes = self._start_sum(work, result, what, comm.sum_axes[done:])
             ends = flat_grad if bucket is layout.buckets[-1] else None
             pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard

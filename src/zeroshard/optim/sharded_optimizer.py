@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat_grad, index in self._groups.grouped_params():
             gradients.prepare_write(flat_grad)
             flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)
-        gradients.reduce_queue.history = 0
+        gradients.reduce_queue.reset_history()
         if set_to_none:
             gradients.clear_if_empty()
 
