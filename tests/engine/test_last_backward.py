@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from plain import assert_close, assert_equal, full_parameters
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -563,6 +564,116 @@ def clear_alone(rank: int, stage: int, how: str) -> str:
 def test_a_rank_that_clears_reduced_gradients_alone_is_told(stage: int, how: str) -> None:
     for text in run_threads(2, clear_alone, stage, how):
         assert text.startswith("step 1: some ranks have cleared gradients between backward and step")
+
+
+def clear_one_parameter_everywhere(rank: int, stage: int, backwards: int) -> dict[str, torch.Tensor]:
+    model, optimizer = shard(stage, **({} if stage > 1 else {"backwards": backwards}))
+    block = model.blocks[2]
+    for step in range(3):
+        model.order = (0, 1, 2, 3) if rank == 0 or step == 2 else (0, 1, 3)
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        for parameter in [block.up.weight, block.up.bias][:: 1 if rank == 0 else -1]:
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_may_clear_a_gradient_whatever_order_they_clear_in_and_whether_they_have_it(stage: int) -> None:
+    wanted = run_threads(2, clear_one_parameter_everywhere, 1, 0)
+    for ours, theirs in zip(run_threads(2, clear_one_parameter_everywhere, stage, 1), wanted, strict=True):
+        assert_close(ours, theirs)
+
+
+@every_stage
+def test_a_gradient_that_ranks_clear_after_different_reductions_is_an_error(stage: int) -> None:
+    def body(rank: int) -> str:
+        model, optimizer = shard(stage, backwards=1)
+        for number in range(2):
+            loss_of(model, batch_of(0, number, rank)).backward()
+            optimizer.clip_grad_norm_(1.0)  # reduces what is left
+            if number == rank:
+                model.blocks[2].up.weight.grad = None
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    for text in run_threads(2, body):
+        assert text.startswith("some ranks have cleared gradients between backward and step")
+
+
+def skip_together(rank: int, stage: int, backwards: int) -> dict[str, torch.Tensor]:
+    """If a backward raises on one rank, all ranks agree to leave out the step."""
+    model, optimizer = shard(stage, backwards=backwards, timeout=10)
+    for step in range(4):
+        loss, failed = loss_of(model, batch_of(step, 0, rank)), torch.zeros(1)
+        handle = model.blocks[(3, 1)[step % 2]].up.weight.register_hook(fail) if rank == 1 and step in (1, 2) else None
+        try:
+            loss.backward()
+        except KeyError:
+            failed += 1
+        if handle is not None:
+            handle.remove()
+        dist.all_reduce(failed)
+        if not failed:
+            optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@every_stage
+def test_where_a_backward_raises_on_one_rank_all_can_agree_to_leave_out_the_step(stage: int) -> None:
+    wanted = run_threads(2, skip_together, stage, 0)
+    for ours, theirs in zip(run_threads(2, skip_together, stage, 1), wanted, strict=True):
+        assert_equal(ours, theirs)
+
+
+class AverageGrads(torch.autograd.Function):
+    """Averages gradients over the ranks inside backward, over the default group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / 2
+
+
+class Averaged(Stack):
+    """Blocks, with a collective of the user's between the first and the next in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+            if index == 0:
+                x = AverageGrads.apply(x)
+        return x
+
+
+def use_own_collectives(rank: int, stage: int) -> dict[str, torch.Tensor]:
+    with seeded(4):
+        model, optimizer = shard(stage, Averaged())
+    for step in range(5):
+        model.order = (0, 1, 2, 3) if rank == 0 or step < 3 else (0, 3)
+        rows = torch.randn(21, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss_of(model, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.slow
+def test_reductions_are_not_mixed_up_with_collectives_of_the_user_inside_backward() -> None:
+    """Ranks that use other units reduce these sooner or later than the user's collective."""
+    first, *others = [result for stage in (0, 1) for result in run_processes(2, use_own_collectives, stage)]
+    for result in others:
+        assert_close(result, first)
 
 
 @pytest.mark.slow

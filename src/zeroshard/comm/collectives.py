@@ -94,10 +94,8 @@ class Communicator:
         self._is_host_blocking = backend == "gloo"
         self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
         # NCCL serializes work on one communicator: all-gathers and reductions would not overlap.
-        self._reduce_group = self.shard_axis.group
-        if backend == "nccl" and self.shard_axis.group is not None and self.shard_axis.size > 1:
-            ranks = dist.get_process_group_ranks(self.shard_axis.group)
-            self._reduce_group = find_or_create_group(ranks, "zeroshard reductions")
+        self._reduce_group = _reduction_axis(self.shard_axis, backend, is_separate=backend == "nccl").group
+        self.sum_axes = [_reduction_axis(axis, backend) for axis in self.replicate_axes]  # where gradients are summed
 
     @property
     def is_host_blocking(self) -> bool:
@@ -214,6 +212,21 @@ class Communicator:
         if self._is_host_blocking:
             return _MonitoredWork(work, what, self.consistency, self.wait_timer, on_done)
         return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
+
+
+def _reduction_axis(axis: MeshAxis, backend: str, is_separate: bool = False) -> MeshAxis:
+    """Return an axis for reductions inside backward: with a group of its own if ``is_separate`` or if it needs one.
+
+    It needs one if its group is the default group: modules of the user may use that inside backward (SyncBatchNorm,
+    gathered embeddings). A rank that does not use a unit reduces it later than the others, so the order of both would
+    differ between ranks, and their data would be mixed up.
+    """
+    if axis.group is None or axis.size == 1 or backend not in ("nccl", "gloo"):
+        return axis
+    if not is_separate and axis.group is not dist.group.WORLD:
+        return axis
+    group = find_or_create_group(dist.get_process_group_ranks(axis.group), "zeroshard reductions")
+    return MeshAxis(group, axis.size, axis.rank)
 
 
 class _CompletedWork:

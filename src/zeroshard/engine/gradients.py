@@ -12,7 +12,7 @@ from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import NO_HISTORY, GradReducer, LastBackward, ReduceQueue
+from zeroshard.engine.reduce import GradReducer, LastBackward, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
 
@@ -151,12 +151,19 @@ class Gradients:
         self.reducer.wait()
 
     def abort_backward(self) -> None:
-        """Finish the pending reductions of a backward that raised; see also :class:`ReduceQueue`."""
+        """Finish the pending reductions of a backward that raised; see also :class:`ReduceQueue`.
+
+        If it reduces, the other ranks may wait for the rest inside their backward: it reduces what it has got so far.
+        """
         self.wait_reductions()
-        self.local_sums.is_last_backward = False
+        is_reducing = self.local_sums.is_last_backward
         self.reduce_queue.abort(keeps_position=not self.is_partitioned)
         with torch.no_grad():
             self._add_untracked_grads()
+            if is_reducing:
+                self.local_sums.start_remaining()
+                self.wait_reductions()
+                self.has_unreduced = False
         if not self.reduce_queue.is_partial:
             self.has_unreduced |= any(gradient.has_local_sum for gradient in self.flat_grads.values())
         if not self.memory.has_grads:
@@ -328,7 +335,7 @@ class Gradients:
             if not self.is_partitioned:
                 self.local_sums.cancel()
             self.memory.free()
-        self.reduce_queue.history = NO_HISTORY
+        self.reduce_queue.reset_history()
 
     # -- units --------------------------------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ from zeroshard.utils.profiling import label
 HOLD_OFF_STEPS = 8  # steps without predictions after the first misprediction
 MAX_HOLD_OFF_STEPS = 128  # each misprediction doubles them, up to this
 # What the reduced gradients are made of, equal on all ranks: how often all units were reduced since they were cleared,
-# and which parameters were cleared since.
-GradHistory = tuple[int, frozenset[str]]
-NO_HISTORY: GradHistory = (0, frozenset())
+# and which parameters were cleared since, each after how many of these reductions.
+GradHistory = tuple[int, tuple[tuple[str, int], ...]]
+NO_HISTORY: GradHistory = (0, ())
 
 
 class GradPacker:
@@ -253,7 +253,10 @@ class ReduceQueue:
         self.is_agreed = False  # whether all ranks have agreed on the order
         self._position = 0  # of the next unit to reduce
         self._done: set[Unit] = set()
-        self.history = NO_HISTORY
+        self._reductions = 0  # how often all units were reduced since zero_grad()
+        self._cleared: dict[
+            str, int
+        ] = {}  # parameters whose reduced gradient was cleared since, after how many of them
         self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
     def agree(self, used: list[Unit], context: ShardContext) -> None:
@@ -283,10 +286,23 @@ class ReduceQueue:
 
     def drain(self) -> list[Unit]:
         """Return the units that are not reduced yet, and start again with the first unit."""
-        reductions, cleared = self.history
-        remaining, self._position, self.history = self.order[self._position :], 0, (reductions + 1, cleared)
+        remaining, self._position, self._reductions = self.order[self._position :], 0, self._reductions + 1
         self._done.clear()
         return remaining
+
+    @property
+    def history(self) -> GradHistory:
+        """What the reduced gradients are made of."""
+        return self._reductions, tuple(sorted(self._cleared.items()))
+
+    def record_clear(self, parameter: str) -> None:
+        """Record that the reduced gradient of one parameter is cleared."""
+        self._cleared[parameter] = self._reductions
+
+    def reset_history(self) -> None:
+        """Record that all reduced gradients are cleared."""
+        self._reductions = 0
+        self._cleared.clear()
 
     def abort(self, keeps_position: bool) -> None:
         """Handle a backward that has raised: start again with the first unit, or go on from the next one."""
@@ -463,7 +479,7 @@ class GradReducer:
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
         received = None if slot.receive_buffers is None else slot.receive_buffers.view(packed.numel())
-        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.replicate_axes
+        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.sum_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
         slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
@@ -531,8 +547,8 @@ class GradReducer:
                     received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
                     work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received), 0
                 else:
-                    work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
-                work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
+                    work, done = comm.all_reduce(result, comm.sum_axes[0], what), 1
+                work, axes = self._start_sum(work, result, what, comm.sum_axes[done:])
             ends = flat_grad if bucket_index == len(layout.buckets) - 1 else None
             pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard

@@ -85,9 +85,8 @@ class ParamGrads:
                 self.state_guard.check_states_reloaded()
             self.state_guard.invalidate_speculation()
             gradients.prepare_write(gradient)
-            if gradient.has_shard:
-                reductions, cleared = gradients.reduce_queue.history
-                gradients.reduce_queue.history = (reductions, cleared | {info.name})
+            if gradient.has_shard:  # even if this rank has not used it: another may have
+                gradients.reduce_queue.record_clear(info.name)
             gradient.clear_param(info.index)
             if not any(gradient.is_param_used):
                 gradients.clear_if_empty()

@@ -148,7 +148,7 @@ class StepChecker:
         if (options, grad_history) != (self._options, self._grad_history):
             digest = b"".join(
                 hashlib.blake2b(repr(value).encode(), digest_size=DIGEST_BYTES).digest()
-                for value in (options, (grad_history[0], sorted(grad_history[1])))
+                for value in (options, grad_history)
             )
             both = [*digest, *(255 - byte for byte in digest)]
             self._local_digest = torch.tensor(both, dtype=torch.uint8, device=self._device)
