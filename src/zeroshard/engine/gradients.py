@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import GradReducer, LastBackward, ReduceQueue
+from zeroshard.engine.reduce import NO_HISTORY, GradReducer, LastBackward, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
 
@@ -197,7 +197,7 @@ class Gradients:
             self.scaling.apply_deferred()
         self._add_unhooked_scaled_grads()
         if self.scaling.scale.inv_scale is not None:
-            self._check_no_manual_grads()
+            _check_no_manual_grads(self._units_with_autograd_grads())
         self._add_untracked_grads()
         if self.is_partitioned:
             for unit in self.reduce_queue.drain() if self.has_unreduced else ():
@@ -229,7 +229,7 @@ class Gradients:
     def on_scaled_backward(self, inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
         """Record that a backward starts from a scaled loss; it may not visit any module."""
         self._add_unhooked_scaled_grads()
-        self._check_no_manual_grads()
+        _check_no_manual_grads(self._units_with_autograd_grads())
         self._unhooked_inverse_scale = inverse_scale
 
     def _add_unhooked_scaled_grads(self) -> None:
@@ -238,18 +238,6 @@ class Gradients:
             self.begin_backward(self._unhooked_inverse_scale)
             self._add_untracked_grads()
         self._unhooked_inverse_scale = None
-
-    def _check_no_manual_grads(self) -> None:
-        """Raise if the user has set gradients: those carry no loss scale, while the others do or are about to."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._units_with_autograd_grads():
-                for name, parameter in (pair for flat in unit.flats for pair in flat.named_parameters):
-                    if parameter._grad is not None and bool(parameter._grad.any()):  # zeros need no scale
-                        raise RuntimeError(
-                            f"the gradient of {name!r} was set by hand, and the others come from a loss that is "
-                            "multiplied by optimizer.scale(loss): they cannot be used together. Clear it "
-                            "(parameter.grad = None), and add the term to the loss"
-                        )
 
     @property
     def has_used_params(self) -> bool:
@@ -335,7 +323,7 @@ class Gradients:
             if not self.is_partitioned:
                 self.local_sums.cancel()
             self.memory.free()
-        self.reduce_queue.reset_history()
+        self.reduce_queue.history = NO_HISTORY
 
     # -- units --------------------------------------------------------------------------------------------------
 
@@ -362,3 +350,16 @@ class Gradients:
             for unit in self.units
             if True in [has_autograd_grads(flat_grad.flat.parameters) for flat_grad in self._unit_grads[unit]]
         ]
+
+
+def _check_no_manual_grads(units: Iterable[Unit]) -> None:
+    """Raise if the user has set gradients of these units: they carry no loss scale, and the others do or will."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for unit in units:
+            for name, parameter in (pair for flat in unit.flats for pair in flat.named_parameters):
+                if parameter._grad is not None and bool(parameter._grad.any()):  # zeros need no scale
+                    raise RuntimeError(
+                        f"the gradient of {name!r} was set by hand, and the others come from a loss that is "
+                        "multiplied by optimizer.scale(loss): they cannot be used together. Clear it "
+                        "(parameter.grad = None), and add the term to the loss"
+                    )

@@ -253,10 +253,7 @@ class ReduceQueue:
         self.is_agreed = False  # whether all ranks have agreed on the order
         self._position = 0  # of the next unit to reduce
         self._done: set[Unit] = set()
-        self._reductions = 0  # how often all units were reduced since zero_grad()
-        self._cleared: dict[
-            str, int
-        ] = {}  # parameters whose reduced gradient was cleared since, after how many of them
+        self.history = NO_HISTORY
         self.last_done: dict[Unit, None] = {}  # units in the order in which a backward finished them, before is_agreed
 
     def agree(self, used: list[Unit], context: ShardContext) -> None:
@@ -286,23 +283,15 @@ class ReduceQueue:
 
     def drain(self) -> list[Unit]:
         """Return the units that are not reduced yet, and start again with the first unit."""
-        remaining, self._position, self._reductions = self.order[self._position :], 0, self._reductions + 1
+        reductions, cleared = self.history
+        remaining, self._position, self.history = self.order[self._position :], 0, (reductions + 1, cleared)
         self._done.clear()
         return remaining
 
-    @property
-    def history(self) -> GradHistory:
-        """What the reduced gradients are made of."""
-        return self._reductions, tuple(sorted(self._cleared.items()))
-
     def record_clear(self, parameter: str) -> None:
         """Record that the reduced gradient of one parameter is cleared."""
-        self._cleared[parameter] = self._reductions
-
-    def reset_history(self) -> None:
-        """Record that all reduced gradients are cleared."""
-        self._reductions = 0
-        self._cleared.clear()
+        reductions, cleared = self.history
+        self.history = reductions, tuple(sorted({**dict(cleared), parameter: reductions}.items()))
 
     def abort(self, keeps_position: bool) -> None:
         """Handle a backward that has raised: start again with the first unit, or go on from the next one."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.config.config import Config
 from zeroshard.config.offload import TIERS
-from zeroshard.engine import PICKLE_ERROR, Engine, raise_on_join
+from zeroshard.engine import NO_HISTORY, PICKLE_ERROR, Engine, raise_on_join
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import check_elementwise
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat_grad, index in self._groups.grouped_params():
             gradients.prepare_write(flat_grad)
             flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)
-        gradients.reduce_queue.reset_history()
+        gradients.reduce_queue.history = NO_HISTORY
         if set_to_none:
             gradients.clear_if_empty()
 
