@@ -72,9 +72,10 @@ class Config:
 
     backwards: int | None = None
     """Stages 0 and 1: how many backwards a step has. The last of them reduces the gradients while it computes. Those
-    inside ``no_sync()`` count, but do not reduce. None: it is learnt from the loop; two steps with the same number are
-    enough. 0: always reduce in ``step()``. If a step has another number of backwards, ``step()`` reduces what is left:
-    that takes time, and the numbers differ by rounding at most."""
+    inside ``no_sync()`` count, but do not reduce; ``torch.autograd.grad()`` through the model counts too. None: it is
+    learnt from the loop; two steps with the same number are enough. 0: always reduce in ``step()``. If a step has
+    another number of backwards, ``step()`` reduces what is left: that takes time, and the numbers differ by rounding at
+    most."""
 
     prefetch: bool = True
     """All-gather the next unit while the current one computes. Off: one unit less in memory, no overlap."""

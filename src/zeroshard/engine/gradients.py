@@ -56,6 +56,17 @@ class LocalSums:
         self._start(self._queue.drain(), has_begun)
         self.is_last_backward = False
 
+    def finish_aborted(self) -> bool:
+        """Reduce what a backward that raised has got so far: other ranks may wait for it inside theirs.
+
+        Return whether it was a backward that reduces.
+        """
+        is_reducing = self.is_last_backward
+        if is_reducing:
+            self.start_remaining()
+            self._reducer.wait()
+        return is_reducing
+
     def reduce_all(self, has_unreduced: bool) -> None:
         """Reduce the units that are left in the queue, then all, if there are newer sums (``has_unreduced``)."""
         with self._order.nested_pass():
@@ -151,19 +162,12 @@ class Gradients:
         self.reducer.wait()
 
     def abort_backward(self) -> None:
-        """Finish the pending reductions of a backward that raised; see also :class:`ReduceQueue`.
-
-        If it reduces, the other ranks may wait for the rest inside their backward: it reduces what it has got so far.
-        """
+        """Finish the reductions of a backward that raised; see also :class:`ReduceQueue`."""
         self.wait_reductions()
-        is_reducing = self.local_sums.is_last_backward
         self.reduce_queue.abort(keeps_position=not self.is_partitioned)
         with torch.no_grad():
             self._add_untracked_grads()
-            if is_reducing:
-                self.local_sums.start_remaining()
-                self.wait_reductions()
-                self.has_unreduced = False
+            self.has_unreduced &= not self.local_sums.finish_aborted()
         if not self.reduce_queue.is_partial:
             self.has_unreduced |= any(gradient.has_local_sum for gradient in self.flat_grads.values())
         if not self.memory.has_grads:

@@ -243,9 +243,9 @@ class ReduceQueue:
     Once the ranks have agreed, it is the reverse of rank 0's first forward: backward usually finishes units in that
     order. Before, it is the reverse of their definition.
 
-    Replicated gradients are reduced in the last backward before a step, if that is known, or by the step. A backward
-    that raises may leave some units reduced and others not: then the next reduction goes on from there, because the
-    other ranks have reduced all of them.
+    Replicated gradients are reduced in the last backward before a step, if that is known, or by the step. If that
+    backward raises, it reduces what it has got, because the other ranks wait for it. On a GPU its end may be noticed
+    late, with some units reduced and others not: then the next reduction goes on from there.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -346,7 +346,7 @@ class LastBackward:
     backward follows, the reduced gradients are carried over (``FlatGrad.carried_over``) and the step reduces the rest.
 
     The reductions are a pass of their own in ``CollectiveOrder``, in backward and in ``step()`` alike. So it is not
-    an error if ranks predict differently, e.g. because a backward raised on one of them: that one reduces later.
+    an error if ranks predict differently, e.g. because they use ``no_sync()`` differently: one reduces later.
 
     >>> prediction = LastBackward(backwards=2)
     >>> [prediction.on_backward(number, needs_grad_sync=True) for number in (1, 2, 3)]
