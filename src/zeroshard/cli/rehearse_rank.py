@@ -478,7 +478,8 @@ def predict_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[dic
     bucket_bytes = max(
         (bucket.numel * spec.reduce_dtype.itemsize for spec in trained for bucket in spec.layout.buckets), default=0
     )
-    ring_bytes = config.ring * 4 * bucket_bytes * (1 + 1 / engine.comm.shard_axis.size) / 3
+    buffers_per_slot = 1 + 1 / engine.comm.shard_axis.size + engine.comm.needs_receive_buffer
+    ring_bytes = config.ring * 4 * bucket_bytes * buffers_per_slot / 3
     step_bytes = 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size)
     bound = sum(on_device.values()) + max(2 * unit_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
     return predicted, int(bound)
