@@ -169,6 +169,7 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     engine.close()
     engine.order.begin_pass("unwrap")
     make_plain(engine.units, engine.comm, engine.order, sharded.tp_state)
+    engine.comm.check_results("unwrap the model")
     for handle in sharded.hook_handles:
         handle.remove()
     del model._zeroshard

@@ -52,6 +52,7 @@ CASES = [
     Case("killed", r"rank 1 has died: its process \d+ was killed", 3, store="tcp"),
     Case("killed", r"rank 0 has died: its process \d+ was killed", 3, store="tcp", by=0),
     Case("killed", r"rank 1 has died: no heartbeat from machine", 2, {"apart": True, "heartbeat_timeout": 3}),
+    *(Case("killed before a step", r"rank 1 has died: its process \d+ was killed", 2, {"stage": s}) for s in (0, 2)),
     Case("killed in save", r"rank 1 has died: its process \d+ was killed", 2, {"stage": 2}),
     Case("killed in save, writing", r"rank 0 has died: its process \d+ was killed", 3, by=0),
     Case("raises", r"rank 1 raised LossError: of this rank. Its last event: gather unit 'blocks\.\d'", 3),

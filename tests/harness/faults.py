@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,14 @@ def fault(
                 called = time.time()
                 loss.backward()
             called = time.time()
+            if mine and what == "killed before a step":
+                _kill()
             optimizer.step()
+            if step == AT and what == "killed before a step":
+                if stage == 0:
+                    model.state_dict()
+                with zeroshard.gathered(model) if stage else nullcontext():
+                    raise AssertionError("read values of a step that a dead rank took no part in")
             if what != "full_gradient":
                 optimizer.zero_grad()
             loss.item()  # over NCCL, this is where the host waits

@@ -171,9 +171,22 @@ class Communicator:
     def read_to_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
         """Wait for a result and return its values; raise if a fault of another rank has made them invalid."""
         values: list[Any] = tensor.reshape(-1).tolist()
+        self._raise_on_fault(what)
+        return values
+
+    def check_results(self, what: str) -> None:
+        """Wait for the collectives so far, before values leave the engine; raise if a fault has made them invalid.
+
+        Over gloo the host has waited for each. Over NCCL the device waits, and a collective that a dead rank will not
+        join is aborted: it ends with arbitrary values, and the fault is known by then.
+        """
+        if self.consistency.is_distributed and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._raise_on_fault(what)
+
+    def _raise_on_fault(self, what: str) -> None:
         if self.consistency.faults:
             self.consistency.raise_on_fault(self.consistency.position()[0], what)
-        return values
 
     @property
     def data_axes(self) -> list[MeshAxis]:

@@ -56,7 +56,15 @@ def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """Return a copy of one full parameter, from the master if there is one. All ranks call it together."""
     flat, index = find_parameter(engine.units, name)
-    engine.state_guard.prepare_read(f"read the parameter {name!r}", "weights")
+    what = f"read the parameter {name!r}"
+    engine.state_guard.prepare_read(what, "weights")
+    full = _assemble_parameter(engine, flat, index)
+    engine.comm.check_results(what)
+    return full
+
+
+def _assemble_parameter(engine: Engine, flat: FlatParam, index: int) -> torch.Tensor:
+    name = flat.names[index]
     if flat.master is None and not flat.is_partitioned:  # every rank has the full values
         if flat.tp_shards[index] is not None:
             engine.order.check(f"assemble {name!r}")
@@ -89,6 +97,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     if not engine.comm.read_to_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
     full = assemble_full_grad(engine.comm, engine.gradients, gradient, index)
+    engine.comm.check_results(what)
     return full.float() if engine.state_guard.has_loss_scale else full
 
 
@@ -118,6 +127,7 @@ def gathered_copies(engine: Engine, units: list[Unit], write_rank: int | None) -
                 unit.wait_for_unshard()
             gather_copy(unit, engine.comm)
             copied.append(unit)
+        engine.comm.check_results("gather full parameters")
         yield
         if write_rank is not None:
             written = True  # some of it, if it raises

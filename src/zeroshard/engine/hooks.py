@@ -75,9 +75,11 @@ def install_hooks(
         handles += hooks.install(module, hooked)
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), with_kwargs=True))
+    pre_read = partial(_pre_state_dict, engine)
     pre_load, post_load = partial(_pre_load_state_dict, engine), partial(_post_load_state_dict, engine, detector)
     for module in model.modules():
         if module is model or next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_state_dict_pre_hook(pre_read))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(pre_load))  # type: ignore[no-untyped-call]
     handles.append(model.register_load_state_dict_post_hook(post_load))  # type: ignore[no-untyped-call]
     return handles
@@ -275,6 +277,11 @@ class _LayerCasts:
         dtypes = [parameter.dtype for parameter in layer.parameters(recurse=False)]
         is_torch_layer = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.RMSNorm)
         return is_torch_layer and self._dtype in dtypes
+
+
+def _pre_state_dict(engine: Engine, *_: object) -> None:
+    """Raise before replicated parameters are read whose last step another rank has not finished."""
+    engine.comm.check_results("read the state_dict()")
 
 
 def _pre_load_state_dict(

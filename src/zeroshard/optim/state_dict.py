@@ -97,7 +97,9 @@ class OptimizerStates:
     def full(self, described: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the full states of parameters, by name, which have these states. All ranks call it together."""
         ranges = self._local_ranges(described)
-        return {name: self._full(name, states, ranges[name]) for name, states in described.items()}
+        full = {name: self._full(name, states, ranges[name]) for name, states in described.items()}
+        self._engine.comm.check_results("read the optimizer's states")
+        return full
 
     def _full(
         self, name: str, described: dict[str, Any], ranges: list[tuple[dict[str, Any], Range, int]]
