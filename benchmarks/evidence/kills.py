@@ -114,7 +114,9 @@ def be_rank(training: Training, rank: int, number: int, last: int, kill: Kill | 
         os.dup2(output, stream)
     torch.set_num_threads(1)
     use_deterministic_kernels()
-    store = dist.PrefixStore(f"{folder.name}-{number}", dist.TCPStore("127.0.0.1", training.port, is_master=False))
+    store = dist.PrefixStore(
+        f"{training.backend}-{folder.name}-{number}", dist.TCPStore("127.0.0.1", training.port, is_master=False)
+    )
     try:
         device = join_group(training.backend, store, rank, RANKS, LIMIT)
         phases = Phases(folder / f"phase-{rank}", talk, kill if kill and kill.rank == rank else None, training.device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from plain import assert_close, assert_equal, full_parameters
 from ranks import run_processes, run_threads, seeded
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard
 from zeroshard.engine.reduce import HOLD_OFF_STEPS, LastBackward
@@ -632,33 +632,39 @@ def test_where_a_backward_raises_on_one_rank_all_can_agree_to_leave_out_the_step
 
 
 class AverageGrads(torch.autograd.Function):
-    """Averages gradients over the ranks inside backward, over the default group."""
+    """Averages gradients over the ranks of a group inside backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient / 2
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient / 2, None
 
 
 class Averaged(Stack):
     """Blocks, with a collective of the user's between the first and the next in backward."""
 
+    group: Any = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = self.blocks[index](x)
             if index == 0:
-                x = AverageGrads.apply(x)
+                x = AverageGrads.apply(x, self.group)
         return x
 
 
-def use_own_collectives(rank: int, stage: int) -> dict[str, torch.Tensor]:
+def use_own_collectives(rank: int, stage: int, groups: str) -> dict[str, torch.Tensor]:
+    """Train with collectives of the user's over the group that the model is sharded on: the default one, or another."""
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") if groups == "mesh" else None
     with seeded(4):
-        model, optimizer = shard(stage, Averaged())
+        model, optimizer = shard(stage, Averaged(), mesh=mesh)
+    model.group = dist.group.WORLD if mesh is None else mesh.get_group()
     for step in range(5):
         model.order = (0, 1, 2, 3) if rank == 0 or step < 3 else (0, 3)
         rows = torch.randn(21, 6, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -671,9 +677,49 @@ def use_own_collectives(rank: int, stage: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_reductions_are_not_mixed_up_with_collectives_of_the_user_inside_backward() -> None:
     """Ranks that use other units reduce these sooner or later than the user's collective."""
-    first, *others = [result for stage in (0, 1) for result in run_processes(2, use_own_collectives, stage)]
+    kinds = [(stage, groups) for groups in ("default", "mesh") for stage in (0, 1)]
+    first, *others = [result for kind in kinds for result in run_processes(2, use_own_collectives, *kind)]
     for result in others:
         assert_close(result, first)
+
+
+class PartlyUsed(Stack):
+    """Blocks, whose first one may have no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *rest = self.blocks
+        y = first(x)
+        x = y if 0 in self.order else x
+        for block in rest:
+            x = block(x)
+        return x
+
+
+def train_in_one_loss(rank: int, stage: int, models: int) -> list[torch.Tensor]:
+    """Train two stacks behind each other, sharded as two models or as one; ranks use other blocks of the second."""
+    with seeded(5):
+        stacks = PartlyUsed(), PartlyUsed()
+    parts = [nn.Sequential(*stacks)] if models == 1 else [nn.Sequential(stack) for stack in stacks]
+    pairs = [shard(stage, part, bucket_size=8) for part in parts]
+    for step in range(5):
+        pairs[-1][0][-1].order = (0,) if rank == 0 or step < 3 else ()
+        output = batch_of(step, 0, rank)
+        for model, _ in pairs:
+            output = model(output)
+        output.square().mean().backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value for model, _ in pairs for value in full_parameters(model).values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_reductions_of_two_models_in_one_loss_are_not_mixed_up(stage: int) -> None:
+    """A rank that has no gradient of a unit reduces it after the other model's units."""
+    wanted = run_processes(2, train_in_one_loss, stage, 1)[0]
+    for found in run_processes(2, train_in_one_loss, stage, 2):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.slow

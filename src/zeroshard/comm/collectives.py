@@ -14,9 +14,11 @@ another order.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
@@ -84,7 +86,6 @@ class Communicator:
     ) -> None:
         inner = axes[-1]
         self.shard_axis = inner if partitioned else MeshAxis(None, 1, 0)
-        self.replicate_axes = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
         self.tensor_axis = tensor_axis or MeshAxis(None, 1, 0)
         self.data_parallel_size = math.prod(axis.size for axis in axes)  # ranks that gradients are averaged over
         self.device = device
@@ -93,9 +94,13 @@ class Communicator:
         backend = group_backend(inner.group, device)
         self._is_host_blocking = backend == "gloo"
         self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
-        # NCCL serializes work on one communicator: all-gathers and reductions would not overlap.
-        self._reduce_group = _reduction_axis(self.shard_axis, backend, is_separate=backend == "nccl").group
-        self.sum_axes = [_reduction_axis(axis, backend) for axis in self.replicate_axes]  # where gradients are summed
+        outer = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
+        if backend in ("nccl", "gloo") and consistency.is_distributed:
+            purpose = _purpose_of_groups(self)
+            self._reduce_group = _with_own_group(self.shard_axis, purpose).group
+            self.replicate_axes = [_with_own_group(axis, purpose) for axis in outer]
+        else:
+            self._reduce_group, self.replicate_axes = self.shard_axis.group, outer
 
     @property
     def is_host_blocking(self) -> bool:
@@ -227,19 +232,31 @@ class Communicator:
         return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
 
 
-def _reduction_axis(axis: MeshAxis, backend: str, is_separate: bool = False) -> MeshAxis:
-    """Return an axis for reductions inside backward: with a group of its own if ``is_separate`` or if it needs one.
+# [Note: groups of reductions]
+# Reductions inside backward use process groups that nothing else uses, neither the user nor another model. A rank that
+# does not use a unit reduces it later than the others. In a group that others use too, ranks would start collectives in
+# different orders, and data would be mixed up, without an error if the sizes are equal: with those of the user's
+# modules (SyncBatchNorm, gathered embeddings), or with those of another model in the same loss (a GAN's). Also, NCCL
+# serializes what runs in one group: all-gathers and reductions would not overlap. A group whose model is gone is used
+# again, since groups take memory.
+_models_by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
-    It needs one if its group is the default group: modules of the user may use that inside backward (SyncBatchNorm,
-    gathered embeddings). A rank that does not use a unit reduces it later than the others, so the order of both would
-    differ between ranks, and their data would be mixed up.
-    """
-    if axis.group is None or axis.size == 1 or backend not in ("nccl", "gloo"):
+
+def _purpose_of_groups(comm: Communicator) -> str:
+    """Return a description of a model's own groups, the same on all its ranks, that no living model's groups have."""
+    consistency = comm.consistency
+    number = next(number for number in itertools.count() if number not in _models_by_number)
+    if consistency.rank == 0:  # decides, because garbage is not collected at the same time on all ranks
+        _models_by_number[number] = comm
+    agreed = consistency.broadcast_text("number of its process groups", str(number))
+    return f"zeroshard reductions {consistency.global_ranks[0]}.{agreed}"
+
+
+def _with_own_group(axis: MeshAxis, purpose: str) -> MeshAxis:
+    """Return the axis with a process group of its own: see [Note: groups of reductions]."""
+    if axis.group is None or axis.size == 1:
         return axis
-    if not is_separate and axis.group is not dist.group.WORLD:
-        return axis
-    group = find_or_create_group(dist.get_process_group_ranks(axis.group), "zeroshard reductions")
-    return MeshAxis(group, axis.size, axis.rank)
+    return MeshAxis(find_or_create_group(dist.get_process_group_ranks(axis.group), purpose), axis.size, axis.rank)
 
 
 class _CompletedWork:

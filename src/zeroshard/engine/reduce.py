@@ -468,7 +468,7 @@ class GradReducer:
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
         received = None if slot.receive_buffers is None else slot.receive_buffers.view(packed.numel())
-        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.sum_axes
+        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.replicate_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
         slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
@@ -536,8 +536,8 @@ class GradReducer:
                     received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
                     work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received), 0
                 else:
-                    work, done = comm.all_reduce(result, comm.sum_axes[0], what), 1
-                work, axes = self._start_sum(work, result, what, comm.sum_axes[done:])
+                    work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
+                work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
             ends = flat_grad if bucket_index == len(layout.buckets) - 1 else None
             pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
         flat_grad.shard = shard
