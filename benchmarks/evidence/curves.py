@@ -31,6 +31,7 @@ RANKS, RATE, CLIP = 2, 6e-4, 1.0
 SHAPE = {"layers": 12, "heads": 12, "width": 768, "sequence": 256, "batch": 8}
 TINY = {"layers": 2, "heads": 2, "width": 16, "sequence": 16, "batch": 2}
 LAST = 100  # steps at the end over which losses are averaged
+JOBS = 4  # curves at the same time: with ranks that share a GPU most of a step is waiting for the socket
 
 
 class CastWeights(nn.Module):
@@ -126,7 +127,7 @@ def run(chosen: argparse.Namespace) -> None:
     shape = dict(zip(SHAPE, chosen.shape, strict=True)) if chosen.shape else TINY if chosen.tiny else SHAPE
     steps = chosen.steps or (6 if chosen.tiny else 1000)
     trials = Trials("evidence", measure, chosen, device=chosen.device, steps=steps, shape=shape)
-    with ThreadPoolExecutor(chosen.jobs or 1) as pool:
+    with ThreadPoolExecutor(chosen.jobs or JOBS) as pool:
         results = list(pool.map(lambda variant: trials.run(variant=variant), chosen.variants))
     show(results, trials)
 

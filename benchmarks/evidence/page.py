@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.evidence import BASE, CONTROL, COUNTED, RESULTS
@@ -126,14 +126,23 @@ def _endurance(record: Record, root: Path) -> str:
     texts = []
     for each in record["results"]:
         if "samples" in each:
-            half = [samples[len(samples) // 2] for samples in each["samples"]]
-            last = [samples[-1] for samples in each["samples"]]
-            grown = (max(b[key] - a[key] for a, b in zip(half, last, strict=True)) for key in COUNTED)
-            growth = ", ".join(f"{name} {_signed(value)}" for name, value in zip(COUNTED.values(), grown, strict=True))
-            texts.append(f"{each['kind']}, {each['steps']:,} steps: from half way to the end, {growth}.")
+            growth = (f"{name} {_signed(_growth(each['samples'], key))}" for key, name in COUNTED.items())
+            texts.append(f"{each['kind']}, {each['steps']:,} steps: from half way to the end, {', '.join(growth)}.")
         else:
             texts.append(f"{each['kind']}: failed.")
     return "\n".join(f"- {text}" for text in texts)
+
+
+def _growth(ranks: Sequence[Sequence[dict[str, float]]], key: str) -> float:
+    """Return by how much a count has grown in the second half, on the rank where it is most.
+
+    Compared are the medians of a tenth of the samples: threads, for one, come and go.
+    """
+    grown = []
+    for samples in ranks:
+        values, tenth, half = [each[key] for each in samples], max(1, len(samples) // 10), len(samples) // 2
+        grown.append(median(values[-tenth:]) - median(values[half : half + tenth]))
+    return max(grown)
 
 
 def _signed(value: float) -> str:

@@ -27,8 +27,8 @@ RECORD: dict[str, Any] = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A copy of the pages and the records."""
-    (tmp_path / "docs").mkdir()
+    """A copy of the pages, their charts and the records."""
+    shutil.copytree(ROOT / "docs/evidence", tmp_path / "docs/evidence")
     for path in report.PAGES:
         shutil.copy(ROOT / path, tmp_path / path)
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
