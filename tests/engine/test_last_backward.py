@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard
-from zeroshard.engine.reduce import HOLD_OFF_STEPS, LastBackward
+from zeroshard.engine.last_backward import HOLD_OFF_STEPS, LastBackward
 
 every_stage = pytest.mark.parametrize("stage", [0, 1])
 BLOCKS = 4

@@ -8,6 +8,7 @@ from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.full_tensors import find_parameter
 from zeroshard.engine.grad_scale import GradScale, on_scaled_loss
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.last_backward import StepPredictor
 from zeroshard.engine.model_checks import check_max_norm, check_model
 from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.param_data import param_versions
@@ -17,7 +18,7 @@ from zeroshard.engine.rank_checks import (
     verify_same_model,
     verify_same_tensor_plan,
 )
-from zeroshard.engine.reduce import NO_HISTORY, GradHistory, StepPredictor
+from zeroshard.engine.reduce import NO_HISTORY, GradHistory
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.unit_values import assemble_full_tensor, make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join

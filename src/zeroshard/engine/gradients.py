@@ -11,94 +11,11 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
+from zeroshard.engine.last_backward import LocalSums
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import NO_HISTORY, GradReducer, LastBackward, ReduceQueue
+from zeroshard.engine.reduce import NO_HISTORY, GradReducer, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
-
-
-class LocalSums:
-    """When this rank's local sums of replicated gradients are reduced: see [Note: reducing in the last backward]."""
-
-    def __init__(
-        self,
-        unit_grads: dict[Unit, list[FlatGrad]],
-        queue: ReduceQueue,
-        reducer: GradReducer,
-        context: ShardContext,
-    ) -> None:
-        self._unit_grads, self._queue, self._reducer, self._context = unit_grads, queue, reducer, context
-        self._order = context.order
-        self._prediction = LastBackward(context.config.backwards if context.comm.data_parallel_size > 1 else 0)
-        self.is_last_backward = False  # whether the running backward reduces
-        self._backward_count = 0  # since the last step
-
-    def begin_backward(self, backward_count: int, needs_grad_sync: bool) -> None:
-        """Predict whether a backward is the last one before a step; ``backward_count`` counts since the last step."""
-        self._backward_count = backward_count
-        self.is_last_backward = self._prediction.on_backward(backward_count, needs_grad_sync)
-
-    def is_reducing(self, unit: Unit) -> bool:
-        """Return whether the running backward has started to reduce a unit, which gets more gradients now."""
-        return self.is_last_backward and self._queue.is_ahead_of(unit)
-
-    def on_accumulated(self, unit: Unit) -> None:
-        """Start to reduce the units whose turn it is: this one is done, and its gradients are added to its sum."""
-        if not self._queue.is_agreed:
-            self._queue.last_done[unit] = None
-        if self.is_last_backward:
-            has_begun = self._queue.is_partial
-            self._start(self._queue.add(unit), has_begun)
-
-    def start_remaining(self) -> None:
-        """Start to reduce the units that are left in the queue."""
-        has_begun = self._queue.is_partial
-        self._start(self._queue.drain(), has_begun)
-        self.is_last_backward = False
-
-    def finish_aborted(self) -> bool:
-        """Reduce what a backward that raised has got so far: other ranks may wait for it inside theirs.
-
-        Return whether it was a backward that reduces.
-        """
-        is_reducing = self.is_last_backward
-        if is_reducing:
-            self.start_remaining()
-            self._reducer.wait()
-        return is_reducing
-
-    def reduce_all(self, has_unreduced: bool) -> None:
-        """Reduce the units that are left in the queue, then all, if there are newer sums (``has_unreduced``)."""
-        with self._order.nested_pass():
-            if self._queue.is_partial:
-                self.start_remaining()
-                self._reducer.wait()
-            if has_unreduced:
-                self._prediction.on_pending_grads()
-                self.start_remaining()
-
-    def on_step(self, backwards: int) -> None:
-        """Learn from a step after ``backwards`` backwards; the first of them fixes the order of reductions."""
-        self._backward_count = 0
-        self._prediction.on_step()
-        if backwards and self._context.comm.data_axes and not self._queue.is_agreed:
-            self._queue.agree(list(self._queue.last_done), self._context)
-
-    def cancel(self) -> None:
-        """Begin with the first unit next time: all gradients are cleared."""
-        self._queue.drain()
-        self.is_last_backward = False
-
-    def _start(self, units: list[Unit], has_begun: bool) -> None:
-        """Start to reduce units, in a pass of their own, which may have begun."""
-        if units:
-            begin_pass = self._order.resume_pass if has_begun else self._order.begin_pass
-            begin_pass(f"reduction of gradients after {self._backward_count} backwards")
-        for unit in units:
-            self._order.check(unit.reduce_label)
-            with label("reduce gradients {!r}", unit.name):
-                for flat_grad in self._unit_grads[unit]:
-                    self._reducer.start_local_sum(flat_grad, unit.reduce_label)
 
 
 class Gradients:

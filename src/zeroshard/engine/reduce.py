@@ -21,8 +21,6 @@ from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, 
 from zeroshard.sharding import ParamRange, Range
 from zeroshard.utils.profiling import label
 
-HOLD_OFF_STEPS = 8  # steps without predictions after the first misprediction
-MAX_HOLD_OFF_STEPS = 128  # each misprediction doubles them, up to this
 # What the reduced gradients are made of, equal on all ranks: how often all units were reduced since they were cleared,
 # and which parameters were cleared since, each after how many of these reductions.
 GradHistory = tuple[int, tuple[tuple[str, int], ...]]
@@ -297,90 +295,6 @@ class ReduceQueue:
         """Handle a backward that has raised: start again with the first unit, or go on from the next one."""
         self._position = self._position if keeps_position else 0
         self._done.clear()
-
-
-class StepPredictor:
-    """Predict after which backward the loop calls ``step()``.
-
-    >>> predictor = StepPredictor()
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.expects_step(1), predictor.expects_step(2)
-    (False, True)
-    >>> predictor.on_misprediction()
-    >>> predictor.expects_step(2)
-    False
-    """
-
-    def __init__(self) -> None:
-        self._backwards_per_step = 0
-        self._is_steady = False
-        self._hold_off_steps = HOLD_OFF_STEPS  # after the next misprediction
-        self._hold_off_steps_left = 0
-
-    def expects_step(self, backward: int) -> bool:
-        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
-        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
-
-    def on_step(self, backwards: int) -> None:
-        """Record a step after ``backwards`` backwards."""
-        self._is_steady = backwards == self._backwards_per_step
-        self._backwards_per_step = backwards
-        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
-
-    def on_misprediction(self) -> None:
-        """Record that work done in the expectation of a step was in vain: expect none for a while."""
-        if not self._hold_off_steps_left:
-            self._hold_off_steps_left = self._hold_off_steps
-            self._hold_off_steps = min(2 * self._hold_off_steps, MAX_HOLD_OFF_STEPS)
-
-
-class LastBackward:
-    """Predicts whether a backward is the last one before ``step()``, so that it should reduce replicated gradients.
-
-    [Note: reducing in the last backward]
-    Replicated gradients are summed locally over the backwards of a step and reduced once. Inside the last backward this
-    overlaps with compute, but nobody says which one is the last. ``Config.backwards`` does; otherwise it is predicted:
-    two steps with the same number of backwards outside ``no_sync()``, the last backward being one of these, suggest a
-    third. A wrong prediction costs time. If the step comes earlier, it reduces, as without a prediction. If another
-    backward follows, the reduced gradients are carried over (``FlatGrad.carried_over``) and the step reduces the rest.
-
-    The reductions are a pass of their own in ``CollectiveOrder``, in backward and in ``step()`` alike. So it is not
-    an error if ranks predict differently, e.g. because they use ``no_sync()`` differently: one reduces later.
-
-    >>> prediction = LastBackward(backwards=2)
-    >>> [prediction.on_backward(number, needs_grad_sync=True) for number in (1, 2, 3)]
-    [False, True, False]
-    """
-
-    def __init__(self, backwards: int | None) -> None:
-        """``backwards``: see :class:`zeroshard.Config`."""
-        self._backwards, self._predictor = backwards, StepPredictor()
-        self._synced_count = 0  # backwards outside no_sync() since the last step
-        self._ends_synced = False  # whether the last backward was outside no_sync()
-        self._has_reduced = False  # whether a backward since the last step has reduced
-
-    def on_backward(self, backward_count: int, needs_grad_sync: bool) -> bool:
-        """Return the prediction for a backward that begins; ``backward_count`` counts from 1 since the last step."""
-        self.on_pending_grads()
-        self._synced_count, self._ends_synced = self._synced_count + needs_grad_sync, needs_grad_sync
-        if self._backwards is None:
-            is_expected = self._predictor.expects_step(self._synced_count)
-        else:
-            is_expected = backward_count == self._backwards
-        self._has_reduced = needs_grad_sync and is_expected
-        return self._has_reduced
-
-    def on_pending_grads(self) -> None:
-        """Record that there are gradients to reduce. If a backward of this step has reduced, it was not the last."""
-        if self._has_reduced:
-            self._predictor.on_misprediction()
-        self._has_reduced = False
-
-    def on_step(self) -> None:
-        """Record a step."""
-        self._predictor.on_step(self._synced_count if self._ends_synced else 0)
-        self._synced_count, self._has_reduced, self._ends_synced = 0, False, False
 
 
 class GradReducer:
