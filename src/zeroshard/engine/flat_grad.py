@@ -48,7 +48,7 @@ class FlatGrad:
         self.dtype = dtype
         self.local_sum: torch.Tensor | None = None  # [numel]: this rank's sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
-        self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket, if gradients are partitioned
+        self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket
         self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
         self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
         self.has_local_sum = False

@@ -216,23 +216,18 @@ class _Reduction(NamedTuple):
 
     work: CollectiveWork
     axes: list[MeshAxis]  # over which the result is still to be summed
+    what: str
     flat_grad: FlatGrad
     bucket_index: int
-    what: str
-    adds_to_shard: bool  # the shard holds the sum of earlier backwards
-    result: torch.Tensor
-    kept: torch.Tensor | None  # the tensor that is reduced in place; if offloaded, device memory for the earlier sum
-
-
-class _LocalReduction(NamedTuple):
-    """A pending reduction of one bucket of a local sum."""
-
-    work: CollectiveWork
-    axes: list[MeshAxis]  # over which the result is still to be summed
-    what: str
     result: torch.Tensor
     shard: torch.Tensor  # where the result goes
-    flat_grad: FlatGrad | None  # complete with this bucket
+    adds_to_shard: bool = False  # the shard holds the sum of earlier backwards
+    kept: torch.Tensor | None = None  # what is reduced in place; if offloaded, device memory for the earlier sum
+
+    @property
+    def is_last_bucket(self) -> bool:
+        """Whether the gradient is complete with this bucket."""
+        return self.bucket_index == len(self.flat_grad.bucket_shards) - 1
 
 
 class ReduceQueue:
@@ -319,7 +314,7 @@ class GradReducer:
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
         self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
         self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
-        self._local_reductions: deque[_LocalReduction] = deque()  # pending, the oldest first
+        self._local_reductions: deque[_Reduction] = deque()  # pending, the oldest first
         # how many of these there may be: each has a buffer, or, if waiting blocks the host, all end with backward
         is_unbounded = comm.shard_axis.size == 1 and comm.is_host_blocking
         self._max_local_reductions = math.inf if is_unbounded else config.ring
@@ -385,13 +380,13 @@ class GradReducer:
         work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.replicate_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
-        slot.finish_reduce = partial(finish, _Reduction(work, axes, flat_grad, bucket_index, what, adds, result, kept))
+        reduction = _Reduction(work, axes, what, flat_grad, bucket_index, result, shard, adds, kept)
+        slot.finish_reduce = partial(finish, reduction)
         if self._comm.data_parallel_size == 1:  # there are no other ranks to wait for
             slot.wait()
 
     def _finish_on_device(self, reduction: _Reduction) -> None:
-        shard = reduction.flat_grad.bucket_shards[reduction.bucket_index]
-        self._finish(reduction, shard, reduction.adds_to_shard)
+        self._finish(reduction)
         if reduction.kept is not None and self._comm.device.type == "cuda":
             self._stream_inputs.append(reduction.kept)
         if self.listeners:
@@ -399,9 +394,8 @@ class GradReducer:
 
     def _finish_offloaded(self, reduction: _Reduction) -> None:
         """Finish the reduction of an offloaded gradient: record its norms, and copy it off the device."""
-        flat_grad, result = reduction.flat_grad, reduction.result
+        flat_grad, shard, result = reduction.flat_grad, reduction.shard, reduction.result
         self._wait_average(reduction)
-        shard = flat_grad.bucket_shards[reduction.bucket_index]
         if reduction.adds_to_shard and shard.device == result.device:
             result.add_(shard)
         elif reduction.adds_to_shard and reduction.kept is not None:
@@ -420,9 +414,8 @@ class GradReducer:
 
     def _notify(self, reduction: _Reduction) -> None:
         """Tell the listeners if all buckets of a flat are reduced."""
-        flat = reduction.flat_grad.flat
-        if reduction.bucket_index == len(flat.shard_ranges) - 1:
-            self.listeners.on_shard_ready(flat)
+        if reduction.is_last_bucket:
+            self.listeners.on_shard_ready(reduction.flat_grad.flat)
 
     # -- replicated gradients -----------------------------------------------------------------------------------
 
@@ -438,13 +431,13 @@ class GradReducer:
             flat_grad.has_local_sum = True
         local_sum, layout, comm = flat_grad.local_sum, flat_grad.flat.layout, self._comm
         assert local_sum is not None
-        shard, pending = local_sum[: layout.shard_numel], self._local_reductions
+        flat_grad.set_shard(local_sum[: layout.shard_numel])
         for bucket_index, bucket in enumerate(layout.buckets if comm.data_parallel_size > 1 else ()):
-            bucket_shard = result = shard[layout.shard_range(bucket).slice]
+            result = shard = flat_grad.bucket_shards[bucket_index]
             if comm.shard_axis.size > 1:
-                result = self._buffers.next_shard_buffer(flat_grad.dtype)[: bucket_shard.numel()]
+                result = self._buffers.next_shard_buffer(flat_grad.dtype)[: shard.numel()]
             with self._stream:
-                if len(pending) >= self._max_local_reductions:
+                if len(self._local_reductions) >= self._max_local_reductions:
                     self._finish_local_reduction()
                 if comm.shard_axis.size > 1:
                     received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
@@ -452,23 +445,22 @@ class GradReducer:
                 else:
                     work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
                 work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
-            ends = flat_grad if bucket_index == len(layout.buckets) - 1 else None
-            pending.append(_LocalReduction(work, axes, what, result, bucket_shard, ends))
-        flat_grad.shard = shard
-        if not pending or pending[-1].flat_grad is not flat_grad:  # nothing to reduce
-            self._finish_local_sum(flat_grad, shard)
+            self._local_reductions.append(_Reduction(work, axes, what, flat_grad, bucket_index, result, shard))
+        if comm.data_parallel_size == 1 or not layout.buckets:  # nothing to reduce
+            self._finish_local_sum(flat_grad)
 
     def _finish_local_reduction(self) -> None:
         """Finish the oldest reduction of a bucket of a local sum, on the side stream."""
         reduction = self._local_reductions.popleft()
-        self._finish(reduction, reduction.shard, add=False)
-        if reduction.flat_grad is not None and reduction.flat_grad.shard is not None:
-            self._finish_local_sum(reduction.flat_grad, reduction.flat_grad.shard)
+        self._finish(reduction)
+        if reduction.is_last_bucket:
+            self._finish_local_sum(reduction.flat_grad)
 
-    def _finish_local_sum(self, flat_grad: FlatGrad, shard: torch.Tensor) -> None:
+    def _finish_local_sum(self, flat_grad: FlatGrad) -> None:
         carried_over = self._memory.pop_carried_over(flat_grad)
         if carried_over is not None:
-            shard.add_(carried_over)
+            assert flat_grad.shard is not None
+            flat_grad.shard.add_(carried_over)
             self._stream_inputs.append(carried_over)
         flat_grad.has_local_sum, flat_grad.has_shard = False, True
 
@@ -489,15 +481,15 @@ class GradReducer:
             work = self._comm.all_reduce(result, axis, what)
         return work, []
 
-    def _finish(self, reduction: _Reduction | _LocalReduction, shard: torch.Tensor, add: bool) -> None:
-        """Finish a reduction: sum over the replicas, average, and write the result to ``shard``."""
+    def _finish(self, reduction: _Reduction) -> None:
+        """Finish a reduction: sum over the replicas, average, and write the result to its shard."""
         self._wait_average(reduction)
-        if add:
-            shard.add_(reduction.result)
-        elif reduction.result.data_ptr() != shard.data_ptr():
-            shard.copy_(reduction.result)
+        if reduction.adds_to_shard:
+            reduction.shard.add_(reduction.result)
+        elif reduction.result.data_ptr() != reduction.shard.data_ptr():
+            reduction.shard.copy_(reduction.result)
 
-    def _wait_average(self, reduction: _Reduction | _LocalReduction) -> None:
+    def _wait_average(self, reduction: _Reduction) -> None:
         """Wait until a reduction is summed over all ranks, and divide it by their number."""
         reduction.work.wait()
         for axis in reduction.axes:
