@@ -25,17 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness.record import Result
-
-# NCCL between ranks that share a GPU. Large buffers: ranks take turns on the GPU, and pass on what a buffer holds
-SHARED_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_BUFFSIZE": str(2**24),
-    "NCCL_SOCKET_NTHREADS": "2",
-    "NCCL_NSOCKS_PERTHREAD": "4",
-}
+from zeroshard.cli.rehearse_rank import share_gpu
 
 
 def default_backend(device: str) -> str:
@@ -57,7 +47,7 @@ def join_group(backend: str, store: dist.Store, rank: int, ranks: int, seconds: 
         is_shared = torch.cuda.device_count() < ranks
         device = torch.device("cuda", 0 if is_shared else rank)
         if is_shared:
-            os.environ.update({**SHARED_GPU, **os.environ, "NCCL_HOSTID": f"rank-{os.getpid()}"})
+            share_gpu(f"rank-{os.getpid()}")
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)

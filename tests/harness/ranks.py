@@ -61,14 +61,6 @@ T = TypeVar("T")
 
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one has failed
 LOOPBACK = "127.0.0.1"
-# NCCL over loopback sockets. Ring, Simple and a large buffer are the fastest choice if ranks take turns on the GPU.
-ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_BUFFSIZE": str(2**24),
-}
 # Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
 # imports, takes 1.5 seconds; the modules of many bodies import the others.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
@@ -557,7 +549,9 @@ def init_process_group(backend: str, store: Store, rank: int, world: int, limit:
         gpu = torch.device("cuda", rank)
         torch.cuda.set_device(gpu)
     elif backend == "nccl":
-        os.environ.update(ONE_GPU, NCCL_HOSTID=f"worker-{os.getpid()}")
+        from zeroshard.cli.rehearse_rank import share_gpu
+
+        share_gpu(f"worker-{os.getpid()}")
         # without device_id: with it, a mesh splits NCCL's communicator, which can crash in a process that had another
         torch.cuda.set_device(0)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)

@@ -58,7 +58,17 @@ from zeroshard.planner import count_states
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in
 
-NCCL_OVER_LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+# NCCL between ranks that share a GPU: over loopback sockets. Ranks take turns on the GPU, and in each turn pass on what
+# a buffer holds, so large buffers are faster.
+NCCL_ON_SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_BUFFSIZE": str(2**24),
+    "NCCL_SOCKET_NTHREADS": "2",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
 END_FILE = "end"  # the launcher creates it when all ranks have made their steps
 MAX_BATCHES = 64  # forwards whose inputs are compared
 MAX_COMPARED_STEPS = 10  # first steps whose values are compared; of later ones, only the last
@@ -124,8 +134,8 @@ def _run_script(kind: str, command: Sequence[str]) -> None:
 def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) -> None:
     """Set this process's environment, standard streams and stack dumps, and end it if the launcher is gone."""
     if settings.shares_gpus:
-        os.environ.update(shared_gpu_environment(rank, settings.ranks, settings.gpus))
-        os.environ.update({name: value for name, value in NCCL_OVER_LOOPBACK.items() if name not in os.environ})
+        os.environ.update(local_rank_environment(rank, settings.ranks, settings.gpus))
+        share_gpu(f"rehearsal-{rank}")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank:
         log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -139,12 +149,17 @@ def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) ->
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
 
 
-def shared_gpu_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
-    """Return the variables of a rank that shares a GPU: see [Note: a GPU for several ranks].
+def share_gpu(host_id: str) -> None:
+    """Have NCCL accept this rank on a GPU that others use; see [Note: a GPU for several ranks]. Set variables stay."""
+    os.environ.update({**NCCL_ON_SHARED_GPU, **os.environ, "NCCL_HOSTID": host_id})
 
-    >>> [shared_gpu_environment(rank, ranks=3, gpus=2)["LOCAL_RANK"] for rank in range(3)]
+
+def local_rank_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
+    """Return the variables of a rank as if each machine had this many GPUs: see [Note: a GPU for several ranks].
+
+    >>> [local_rank_environment(rank, ranks=3, gpus=2)["LOCAL_RANK"] for rank in range(3)]
     ['0', '1', '0']
-    >>> shared_gpu_environment(2, ranks=3, gpus=2)["LOCAL_WORLD_SIZE"]
+    >>> local_rank_environment(2, ranks=3, gpus=2)["LOCAL_WORLD_SIZE"]
     '1'
     """
     node, local_rank = divmod(rank, gpus)
@@ -152,7 +167,6 @@ def shared_gpu_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(min(gpus, ranks - node * gpus)),
         "GROUP_RANK": str(node),
-        "NCCL_HOSTID": f"rehearsal-{rank}",
     }
 
 
