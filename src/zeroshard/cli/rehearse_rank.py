@@ -455,12 +455,11 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     trained = [flat for flat in _flats(engine) if flat.spec.is_trainable]
     if placement.parameters and len(trained) < len(_flats(engine)):
         return {}
-    reductions = backwards if placement.gradients else min(backwards, 1)
+    gathers, reductions = placement.collectives_per_step(backwards)
     traffic: dict[str, int] = {}
     if comm.shard_axis.size > 1:
         gathered = _flats(engine) if placement.parameters else trained
-        times = 2 * backwards if placement.parameters else 1
-        traffic["all-gather"] = times * sum(flat.layout.numel * flat.dtype.itemsize for flat in gathered)
+        traffic["all-gather"] = gathers * sum(flat.layout.numel * flat.dtype.itemsize for flat in gathered)
         reduced = sum(flat.layout.numel * flat.spec.reduce_dtype.itemsize for flat in trained)
         traffic["reduce-scatter"] = reductions * reduced
     if comm.replicate_axes:

@@ -59,6 +59,17 @@ class Placement:
             row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=can_offload_grads, optimizer=False)
         )
 
+    def collectives_per_step(self, backwards: int) -> tuple[int, int]:
+        """Return how often a step gathers each parameter, and reduces each gradient, after ``backwards`` backwards.
+
+        Partitioned parameters are gathered in each forward and backward, others once, after the update (in an
+        all-reduce, its second half). Partitioned gradients are reduced in each backward, others once.
+
+        >>> [Placement.from_stage(stage, ranks=4).collectives_per_step(backwards=5) for stage in range(4)]
+        [(1, 1), (1, 1), (1, 5), (10, 5)]
+        """
+        return 2 * backwards if self.parameters else 1, backwards if self.gradients else min(backwards, 1)
+
 
 _STAGE_TABLE = {
     # stage        parameters  gradients  optimizer states

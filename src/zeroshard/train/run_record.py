@@ -191,16 +191,14 @@ def paper_traffic(
     placement = Placement.from_stage(stage, ranks)
     psi_total = "Ψ/N_m" if tensor > 1 else "Ψ"
     times, psi_trained = (f" × {accumulate}" if accumulate > 1 else ""), f"{psi_total} trained" if frozen else psi_total
-    if placement.parameters:  # all-gather in forward and backward, reduce-scatter: for each backward
+    gathers, reductions = placement.collectives_per_step(accumulate)
+    gathered = trained + frozen if placement.parameters else trained
+    elements = gathers * gathered + reductions * trained if ranks > 1 else 0
+    formula = f"2{psi_trained}"
+    if placement.parameters:
         formula = f"2{psi_total}{times} + {psi_trained}{times}" if frozen else f"3{psi_total}{times}"
-        elements = (2 * (trained + frozen) + trained) * accumulate
-    elif placement.gradients:  # reduce-scatter in each backward, one all-gather of updated parameters
-        formula, elements = (
-            f"{psi_trained}{times} + {psi_trained}" if times else f"2{psi_trained}",
-            trained * (accumulate + 1),
-        )
-    else:
-        formula, elements = f"2{psi_trained}", 2 * trained if ranks > 1 else 0
+    elif placement.gradients and times:
+        formula = f"{psi_trained}{times} + {psi_trained}"
     if block_input_numel:
         formula = f"{formula} + P_a" if elements else "P_a"
     return {"formula": formula, "bytes": (elements + block_input_numel) * itemsize}
