@@ -108,11 +108,11 @@ def by_name(checks: list[dict[str, Any]]) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- as a user runs it
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=8)
 def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--ranks", "3", "--steps", str(STEPS), "--json"]
+    options = ["--ranks", "2", "--steps", str(STEPS), "--json"]
     status = main(["rehearse", *options, str(script), "", str(tmp_path), "--lr", "1e-3"])  # it catches Exception
     output, errors = capfd.readouterr()
     found = json.loads(output)  # what the script prints is not in it
@@ -126,17 +126,17 @@ def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     for record in found["records"]:
         (model,) = record["models"]
         assert model["steps"] == STEPS and record["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
-        assert model["held"]["optimizer states, device"] == pytest.approx(2 * model["parameter_bytes"] / 3, rel=0.1)
+        assert model["held"]["optimizer states, device"] == pytest.approx(model["parameter_bytes"], rel=0.1)
     if not torch.cuda.is_available():
         assert found["notes"] == [
             "no GPU here: gloo in the place of nccl",
             "init_process_group() without its device_id=, which needs a GPU for each rank",
         ]
     pids = started_pids(tmp_path)
-    assert len(pids) == 6 and not any(map(is_running, pids))
+    assert len(pids) == 4 and not any(map(is_running, pids))
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize(
     ("fault", "texts", "failed"),
     [
@@ -166,13 +166,13 @@ def test_a_rank_that_fails_is_named(
     assert not any(map(is_running, started_pids(tmp_path)))
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=8)
 def test_a_script_that_hangs_is_ended_and_says_where(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = SCRIPT.splitlines().index("    time.sleep(1000)") + 1
     where = f'"{script}", line {line} in <module>'
-    for timeout in (15, 60, 200):  # on a busy machine the script has not begun after 15 s
+    for timeout in (5, 15, 60, 200):  # on a busy machine the script has not begun after 5 s
         status = main(["rehearse", "--ranks", "1", "--timeout", str(timeout), str(script), "hang", str(tmp_path)])
         output, _ = capfd.readouterr()
         assert status == 1
