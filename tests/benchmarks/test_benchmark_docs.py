@@ -25,14 +25,18 @@ RECORD: dict[str, Any] = {
 }
 
 
+def copy_pages(root: Path) -> Path:
+    """Copy the pages, their charts and the records to a folder."""
+    shutil.copytree(ROOT / "docs/evidence", root / "docs/evidence")
+    for path in report.PAGES:
+        shutil.copy(ROOT / path, root / path)
+    shutil.copytree(ROOT / "benchmarks/results", root / "benchmarks/results")
+    return root
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A copy of the pages, their charts and the records."""
-    shutil.copytree(ROOT / "docs/evidence", tmp_path / "docs/evidence")
-    for path in report.PAGES:
-        shutil.copy(ROOT / path, tmp_path / path)
-    shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
-    return tmp_path
+    return copy_pages(tmp_path)
 
 
 def change(root: Path, suite: str, act: Any) -> None:

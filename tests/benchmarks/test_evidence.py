@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_processes
+from test_benchmark_docs import copy_pages
 
 from benchmarks import evidence, report
 from benchmarks.evidence import BASE, CONTROL, curves, endurance, page
 from benchmarks.harness import chart, trials
-from benchmarks.harness.record import ROOT
 
 HEAD = {"command": "python -m benchmarks evidence", "date": "2026-11-17", "machine": {"device": "NVIDIA H200"}}
 
@@ -46,10 +46,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A copy of the pages and of the suites' records, without any of the evidence."""
-    (tmp_path / "docs").mkdir()
-    for path in report.PAGES:
-        shutil.copy(ROOT / path, tmp_path / path)
-    shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
+    copy_pages(tmp_path)
     shutil.rmtree(tmp_path / evidence.RESULTS)
     return tmp_path
 

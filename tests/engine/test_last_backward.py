@@ -429,19 +429,28 @@ def test_loops_train_as_in_plain_pytorch(habit: Any, make: type[nn.Module], back
                     torch.testing.assert_close(read, wanted, rtol=1e-4, atol=1e-6)
 
 
-@every_stage
-def test_a_rank_without_gradients_of_a_unit_contributes_zeros(stage: int) -> None:
+def assert_as_in_the_step(stage: int, steps: int, backward: Callable[[Any, int, int], None]) -> None:
+    """Assert that steps after `backward(model, step, rank)` give the same weights, wherever they reduce."""
+
     def body(rank: int, backwards: int) -> dict[str, torch.Tensor]:
         model, optimizer = shard(stage, backwards=backwards)
-        for step in range(3):
-            model.order = (0, 1, 2, 3) if rank == 0 else (0, 3)
-            loss_of(model, batch_of(step, 0, rank)).backward()
+        for step in range(steps):
+            backward(model, step, rank)
             optimizer.step()
             optimizer.zero_grad()
         return full_parameters(model)
 
     for ours, wanted in zip(run_threads(2, body, 1), run_threads(2, body, 0), strict=True):
         assert_equal(ours, wanted)
+
+
+@every_stage
+def test_a_rank_without_gradients_of_a_unit_contributes_zeros(stage: int) -> None:
+    def backward(model: Any, step: int, rank: int) -> None:
+        model.order = (0, 1, 2, 3) if rank == 0 else (0, 3)
+        loss_of(model, batch_of(step, 0, rank)).backward()
+
+    assert_as_in_the_step(stage, 3, backward)
 
 
 @every_stage
@@ -487,38 +496,26 @@ def test_two_models_in_one_loss_are_reduced_in_one_backward() -> None:
 def test_where_only_one_rank_reduces_inside_backward_the_other_reduces_in_the_step(stage: int) -> None:
     """Ranks use no_sync() differently: what they predict differs, what they sum does not."""
 
-    def body(rank: int, backwards: int | None) -> dict[str, torch.Tensor]:
-        model, optimizer = shard(stage, backwards=backwards)
-        for step in range(6):
-            with zeroshard.no_sync(model) if rank == step % 2 else nullcontext():
-                loss_of(model, batch_of(step, 0, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_parameters(model)
+    def backward(model: Any, step: int, rank: int) -> None:
+        with zeroshard.no_sync(model) if rank == step % 2 else nullcontext():
+            loss_of(model, batch_of(step, 0, rank)).backward()
 
-    for ours, wanted in zip(run_threads(2, body, 1), run_threads(2, body, 0), strict=True):
-        assert_equal(ours, wanted)
+    assert_as_in_the_step(stage, 6, backward)
 
 
 @every_stage
 def test_where_a_backward_raises_on_one_rank_it_reduces_the_rest_in_the_step(stage: int) -> None:
-    def body(rank: int, backwards: int) -> dict[str, torch.Tensor]:
-        model, optimizer = shard(stage, backwards=backwards)
-        for step in range(4):
-            loss = loss_of(model, batch_of(step, 0, rank))
-            if rank == 1 and step == 2:
-                handle = model.blocks[1].up.weight.register_hook(fail)
-                with pytest.raises(KeyError, match="made up"):
-                    loss.backward()
-                handle.remove()
-            else:
+    def backward(model: Any, step: int, rank: int) -> None:
+        loss = loss_of(model, batch_of(step, 0, rank))
+        if rank == 1 and step == 2:
+            handle = model.blocks[1].up.weight.register_hook(fail)
+            with pytest.raises(KeyError, match="made up"):
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_parameters(model)
+            handle.remove()
+        else:
+            loss.backward()
 
-    for ours, wanted in zip(run_threads(2, body, 1), run_threads(2, body, 0), strict=True):
-        assert_equal(ours, wanted)
+    assert_as_in_the_step(stage, 4, backward)
 
 
 def fail(gradient: torch.Tensor) -> None:
