@@ -502,6 +502,8 @@ def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
             connection.recv()  # "leave": every rank has its result
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if "torch.distributed.tensor" in sys.modules:
+                _forget_meshes()
             connection.send((None, b""))
         except EOFError:
             return
@@ -509,6 +511,13 @@ def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
             connection.send((time.monotonic(), "".join(traceback.format_exception(error))))
             sys.stdout.flush()
             os._exit(1)  # closes the sockets, so that waiting ranks fail immediately and not at their timeout
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's cache: it has meshes whose groups are destroyed, and would use them for equal meshes."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def settle_torch() -> None:

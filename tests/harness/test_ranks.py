@@ -14,6 +14,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_processes, run_threads, seeded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
 
@@ -71,6 +73,14 @@ def start_child(rank: int, pid_file: Path) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         pid_file.write_text(str(child.pid))
     doze()
+
+
+def sum_dtensor(rank: int, other_groups: int) -> float:
+    for _ in range(other_groups):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+    part = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    return float((part * 2.0).full_tensor()[0])
 
 
 def read_variable(rank: int, name: str) -> str | None:
@@ -231,6 +241,10 @@ def test_what_a_stuck_process_started_is_killed_too(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
         run_processes(2, start_child, tmp_path / "pid", timeout=1)
     wait_until_gone([*before, int((tmp_path / "pid").read_text())])
+
+
+def test_a_mesh_does_not_get_the_groups_of_an_equal_mesh_of_another_run() -> None:
+    assert run_processes(4, sum_dtensor, 0) == run_processes(4, sum_dtensor, 3) == [4.0] * 4
 
 
 def test_environment_holds_for_one_run() -> None:
