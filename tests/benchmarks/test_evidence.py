@@ -47,7 +47,8 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 def root(tmp_path: Path) -> Path:
     """A copy of the pages and of the suites' records, without any of the evidence."""
     copy_pages(tmp_path)
-    shutil.rmtree(tmp_path / evidence.RESULTS)
+    for folder in (evidence.RESULTS, page.FOLDER):
+        shutil.rmtree(tmp_path / folder)
     return tmp_path
 
 
@@ -136,7 +137,7 @@ def test_charts() -> None:
 
 @pytest.mark.slow(seconds=5)
 def test_curves_are_the_same_but_for_the_control(inline: None, tmp_path: Path) -> None:
-    record = run("curves", tmp_path, "--steps", "5", "--variants", BASE, "FSDP2", "zeroshard 3", CONTROL)
+    record = run("curves", tmp_path, "--jobs", "1", "--steps", "5", "--variants", BASE, "FSDP2", "zeroshard 3", CONTROL)
     apart = {row[0]: row[2] for row in record["tables"]["curves"]["rows"]}
     assert apart.pop(BASE) is None
     assert apart.pop(CONTROL) > 1e-5 > max(apart.values())
