@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from crash import Forks, Outcome, Run
 from plain import make_net
 from ranks import run_threads
@@ -139,6 +141,34 @@ def test_a_rank_that_saves_while_others_wait_in_a_barrier_raises(outcomes: dict[
     assert re.search(wanted, saving.answer["told"]), saving
     assert saving.answer["after"] < SOON
     assert not waiting.hung, waiting.printed  # its barrier ends with the process of the other
+
+
+class SlowBackend:
+    """In the place of NCCL's, which needs a GPU."""
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        time.sleep(0.5)
+        self.is_aborted = True
+
+
+def test_communicators_are_aborted_before_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else freeing the user's tensors may wait for the device, with the GIL held, so that nobody can abort them."""
+    backend = SlowBackend()
+    monkeypatch.setattr(heartbeat_monitor, "_nccl_backends", lambda ranks: [backend])
+
+    def body(rank: int) -> bool:
+        model, _ = zeroshard.shard(make_net(), stage=3)
+        with pytest.raises(zeroshard.RanksDisagreeError):
+            if rank == 0:
+                model(torch.zeros(2, 4, dtype=torch.int64))
+            else:
+                zeroshard.full_parameter(model, next(name for name, _ in model.named_parameters()))
+        return backend.is_aborted
+
+    assert run_threads(2, body) == [True, True]
 
 
 def watches() -> set[threading.Thread]:

@@ -290,10 +290,10 @@ class ConsistencyChecker:
     def _blocking_fault(self, event_index: int | None) -> RankFault | None:
         return next((fault for fault in self.faults if fault.is_blocking(event_index)), None)
 
-    def _fault_error(
-        self, what: str, began: float | None, event_index: int | None, error: str = ""
-    ) -> RanksDisagreeError:
-        fault = self._blocking_fault(event_index) or self.faults[0]
+    def _fault_error(self, what: str, began: float | None, index: int | None, error: str = "") -> RanksDisagreeError:
+        fault = self._blocking_fault(index) or self.faults[0]
+        if self._monitor is not None and fault.is_blocking(self.position()[0]):
+            self._monitor.wait_for_abort()
         error_clause = f" ({error})" if error else ""
         failures = "".join(f" {failure}." for failure in self._announced_failures() if failure not in fault.text)
         return RanksDisagreeError(
@@ -321,6 +321,7 @@ class ConsistencyChecker:
         elsewhere += self._announced_failures()
         text = f"ranks disagree: rank {self.rank} {what}. {'; '.join(elsewhere)}. {_ADVICE}"
         self._monitor.faults.post(FAULT_ERROR, text)
+        self._monitor.wait_for_abort()
         return RanksDisagreeError(text)
 
 

@@ -18,7 +18,8 @@ daemon thread for each sharded model, with its own connection to the job's store
 
 A waiting thread polls, and between polls it checks the faults that its monitor has found. Under NCCL the host does not
 wait, but the device may, forever: there the monitor aborts the communicators of the faulty rank's groups, and the next
-call of zeroshard raises.
+call of zeroshard raises. It raises after they are aborted: an exception frees tensors, and freeing their memory may
+wait for the device while it holds the GIL, without which the monitor could not abort what the device waits for.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from zeroshard.comm.peers import HEARTBEAT_INTERVAL_SECONDS, BarrierDetector, Ba
 
 COLLECTIVE_GRACE_SECONDS = 3.0  # time for collectives to complete that a rank joined before it exited
 EXIT_GRACE_SECONDS = 3.0  # a process that exits by an exception waits this long for others to read why
+MAX_ABORT_SECONDS = 5.0  # that the abort of a communicator is waited for
 THREAD_NAME = "zeroshard heartbeats"
 
 FAULT_ERROR, FAULT_DIED, FAULT_EXITED = "error", "died", "exited"  # kinds of RankFault
@@ -178,7 +180,7 @@ class HeartbeatMonitor:
         self._barriers = BarrierDetector()
         self.announcements = AnnouncementReader(self._store, rank, len(global_ranks))
         self._position = (0, "")
-        self._has_aborted = False  # whether NCCL communicators were aborted
+        self._has_aborted = threading.Event()  # whether NCCL communicators were aborted
         self._has_group = False  # whether the rank had a process group at the last poll
         self._is_closed = self._is_model_dropped = False
         self._exit_finalizer = util.Finalize(None, self._at_exit, exitpriority=100)  # also in child processes
@@ -210,6 +212,13 @@ class HeartbeatMonitor:
         """Stop the thread: no rank will wait for this one any more."""
         self._exit_finalizer.cancel()
         self._stop()
+
+    def wait_for_abort(self) -> None:
+        """Wait until NCCL communicators are aborted, before an error is raised for a fault that blocks this rank."""
+        is_monitoring = self._thread.is_alive() and threading.current_thread() is not self._thread
+        if is_monitoring and _nccl_backends(set(self._global_ranks)):
+            self.wake()
+            self._has_aborted.wait(2 * MAX_ABORT_SECONDS)
 
     @property
     def max_detection_seconds(self) -> float:
@@ -301,10 +310,10 @@ class HeartbeatMonitor:
     def _abort_hung_collectives(self) -> None:
         """Under NCCL, make the device stop waiting for a rank that will not arrive."""
         for fault in self.faults.known:
-            if not self._has_aborted and fault.is_blocking(self._position[0]):
-                self._has_aborted = True
+            if not self._has_aborted.is_set() and fault.is_blocking(self._position[0]):
                 is_for_all = fault.kind == FAULT_ERROR
                 _abort_nccl(set(self._global_ranks) if is_for_all else {self._global_ranks[fault.rank]}, fault.text)
+                self._has_aborted.set()
 
     # -- shutdown -----------------------------------------------------------------------------------------------
 
@@ -340,26 +349,30 @@ def _ending_error() -> BaseException | None:
 
 def _abort_nccl(ranks: set[int], why: str) -> None:
     """Abort the NCCL communicators of the ranks: work that waits on the device ends, with invalid values."""
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return
-    world: Any = dist.distributed_c10d._world
-    threads = []
-    for group in list(world.pg_map):
-        if not ranks & set(world.pg_group_ranks.get(group, ())):
-            continue
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue
-        if isinstance(backend, dist.ProcessGroupNCCL):
-            # One thread each: a kernel of one communicator may wait for one of another.
-            threads.append(threading.Thread(target=_abort_backend, args=(backend,), name=THREAD_NAME, daemon=True))
+    # One thread each: a kernel of one communicator may wait for one of another.
+    threads = [
+        threading.Thread(target=_abort_backend, args=(backend,), name=THREAD_NAME, daemon=True)
+        for backend in _nccl_backends(ranks)
+    ]
     if threads:
         for thread in threads:
             thread.start()
         logging.getLogger("zeroshard").error("aborted the NCCL communicators: %s", why)
         for thread in threads:
-            thread.join(5.0)
+            thread.join(MAX_ABORT_SECONDS)
+
+
+def _nccl_backends(ranks: set[int]) -> list[Any]:
+    """Return the NCCL backends of the groups that one of the ranks is in."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return []
+    world: Any = dist.distributed_c10d._world
+    backends = []
+    for group in list(world.pg_map):
+        if ranks & set(world.pg_group_ranks.get(group, ())):
+            with contextlib.suppress(RuntimeError):  # it has none for this device
+                backends.append(group._get_backend(torch.device("cuda")))
+    return [backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)]
 
 
 def _abort_backend(backend: Any) -> None:
