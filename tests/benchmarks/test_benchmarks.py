@@ -25,7 +25,7 @@ from ranks import run_processes
 
 from benchmarks.harness import record, search, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
-from benchmarks.suites import checkpoint, memory, offload, optimizer, paper, peers, planner, scaling, stages
+from benchmarks.suites import checkpoint, memory, offload, optimizer, paper, peers, planner, scaling, sockets, stages
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.optim import step
 
@@ -461,6 +461,7 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(
         pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
         (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
         (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
+        pytest.param(sockets.main, ["--turns", "1"], marks=pytest.mark.slow(seconds=10)),
     ],
 )
 def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: None, tmp_path: Path) -> None:
