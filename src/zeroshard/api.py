@@ -106,7 +106,7 @@ def shard_model(
     device = _resolve_device(model, mesh, config)
     consistency = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimized_ids = _optimized_param_ids(optimizer, names, config)
+    optimized_ids, needs_whole = _inspect_optimizer(optimizer, names, config)
     chosen = ChosenConfig(config, "")
     if choose is not None:
         chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size))
@@ -146,7 +146,7 @@ def shard_model(
         context.comm.counters.end_step()
     if optimizer is None:
         return model, None
-    sharded_optimizer = ShardedOptimizer(optimizer, engine, names)
+    sharded_optimizer = ShardedOptimizer(optimizer, engine, names, needs_whole)
     sharded.optimizer = weakref.ref(sharded_optimizer)
     return model, sharded_optimizer
 
@@ -472,8 +472,13 @@ def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
-    """Return the ids of the parameters that the optimizer updates; raise if it cannot run on shards of this model."""
+def _inspect_optimizer(
+    optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config
+) -> tuple[set[int], list[bool]]:
+    """Return the ids of the parameters that the optimizer updates, and which groups need whole parameters.
+
+    Raise if it cannot run on shards of this model.
+    """
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unwrap it first, or make a new one")
     trained = set()
@@ -485,6 +490,4 @@ def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[in
                     "not one of the model's: make the optimizer from model.parameters()"
                 )
             trained.add(id(parameter))
-    if optimizer is not None:
-        check_optimizer(optimizer, names, config)
-    return trained
+    return trained, check_optimizer(optimizer, names, config) if optimizer is not None else []

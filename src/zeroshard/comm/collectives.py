@@ -144,6 +144,18 @@ class Communicator:
             start = partial(_reduce_scatter, shard, packed, group=self._reduce_group, async_op=True)
         return self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
 
+    def all_to_all(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], what: str
+    ) -> CollectiveWork:
+        """Send a part of ``tensor`` to each rank of the shard axis, and receive a part of ``output`` from each.
+
+        The sizes are those of the parts, in elements, in rank order.
+        """
+        start = partial(
+            dist.all_to_all_single, output, tensor, output_sizes, input_sizes, self.shard_axis.group, async_op=True
+        )
+        return self._start(start, "all-to-all", tensor.nbytes, what)
+
     def all_reduce(
         self, tensor: torch.Tensor, axis: MeshAxis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> CollectiveWork:

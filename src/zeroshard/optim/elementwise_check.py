@@ -33,9 +33,9 @@ import itertools
 import math
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -52,8 +52,12 @@ from zeroshard.optim.optimizer_copy import (
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
 from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
 
-# These read full rows, full matrices or all parameters at once, so their result on a shard would differ.
-UNSUPPORTED_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# These need more than a gradient: a closure, or gradients in a sparse layout.
+UNSUPPORTED_OPTIMIZERS = {
+    "LBFGS": "it evaluates the loss itself, and searches along all parameters at once",
+    "SparseAdam": "it needs sparse gradients, and zeroshard's gradients are dense",
+}
+WHOLE_PARAM_OPTIMIZERS = ("Adafactor", "Muon")  # of torch: known to update each parameter from that parameter alone
 
 JUMP_TO_STEP = 9_998  # new value of step counters: after warmups, and just before a multiple of many periods
 
@@ -62,48 +66,75 @@ class ElementwiseMismatchError(Exception):
     """An optimizer gives different numbers on slices than on full parameters; the message says which."""
 
 
-def check_elementwise(
+def find_whole_param_groups(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
     dtype: torch.dtype | None,
     new_group: dict[str, Any] | None = None,
-) -> None:
-    """Raise unless the optimizer can run on flat shards: see [Note: testing that an optimizer is elementwise].
+) -> list[bool]:
+    """Return for each group whether its rule needs whole parameters; raise if it needs several at once.
 
-    ``elementwise=True``: the user asserts it, so nothing is tested. ``dtype`` is the dtype of the update; None: that of
-    each parameter. ``new_group``: test only this group, which is added to an optimizer that was tested before.
+    See [Note: testing that an optimizer is elementwise]. ``elementwise``: what the user asserts, so that nothing is
+    tested; False: it needs whole parameters. ``dtype`` is the dtype of the update; None: that of each parameter.
+    ``new_group``: test only this group, which is added to an optimizer that was tested before.
 
-    >>> check_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]), None, None)
+    >>> parameters = [nn.Parameter(torch.ones(2, 2))]
+    >>> find_whole_param_groups(torch.optim.Adam(parameters), None, None)
+    [False]
+    >>> find_whole_param_groups(torch.optim.Adafactor(parameters), None, None)
+    [True]
     """
-    for name in UNSUPPORTED_OPTIMIZERS:
+    for name, why in UNSUPPORTED_OPTIMIZERS.items():
         if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
-            raise ValueError(
-                f"torch.optim.{name} reads more than one element at a time, so it cannot run on shards: use an "
-                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
-            )
-    if type(optimizer) in ELEMENTWISE_OPTIMIZERS or elementwise:
-        return
+            raise ValueError(f"torch.optim.{name} cannot run on shards: {why}. Use another optimizer (AdamW, Muon, …)")
+    groups = optimizer.param_groups if new_group is None else [{**optimizer.defaults, **new_group}]
+    if elementwise is not None:
+        return [not elementwise] * len(groups)
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        return [False] * len(groups)
+    if type(optimizer) in [getattr(torch.optim, name, None) for name in WHOLE_PARAM_OPTIMIZERS]:
+        return [True] * len(groups)
     kind = type(optimizer).__qualname__
     try:
         if new_group is None:
             check_can_copy(optimizer)
-            groups = _distinct_groups(optimizer.param_groups)
-        else:
-            groups = [{**optimizer.defaults, **new_group}]
-        _run_trials(optimizer, groups, dtype)
+        return _classify(optimizer, groups, dtype)
     except ElementwiseMismatchError as difference:
         raise ValueError(
-            f"{kind} reads more than one element at a time, so it cannot run on shards: a trial on flat slices of "
-            f"small tensors gave different numbers than on full tensors ({difference}). Use an elementwise optimizer "
-            "(SGD, Adam, AdamW, Lion, …), or pass elementwise=True to shard() if this difference is intended"
+            f"{kind} reads more than one parameter at a time, so it cannot run on shards: a trial on some of several "
+            f"small tensors gave different numbers than on all of them ({difference}). Use another optimizer (AdamW, "
+            "Muon, …), or pass elementwise=True to shard() if this difference is intended"
         ) from None
     except ElementwiseUndecidedError as why:
         raise ValueError(
-            f"{kind} may read more than one element at a time, and then it cannot run on shards: a trial on small "
+            f"{kind} may read more than one parameter at a time, and then it cannot run on shards: a trial on small "
             f"tensors did not decide it, because {why}. If it updates each element from that element's own value, "
-            "gradient and states, pass elementwise=True to shard(); otherwise use an elementwise optimizer (SGD, Adam, "
-            "AdamW, …)"
+            "gradient and states, pass elementwise=True to shard(); if each parameter from that parameter's own, "
+            "elementwise=False"
         ) from why.__cause__
+
+
+def _classify(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> list[bool]:
+    """Return for each group whether it needs whole parameters."""
+    distinct = _distinct_groups(groups)
+    try:
+        _run_trials(optimizer, list(distinct.values()), dtype)
+        return [False] * len(groups)
+    except (ElementwiseMismatchError, ElementwiseUndecidedError) as first:
+        needs_whole = {key: _needs_whole(optimizer, group, dtype) for key, group in distinct.items()}
+        if True not in needs_whole.values():  # each group alone is elementwise, and together they are not
+            raise first
+    return [needs_whole.get(_group_key(group), False) for group in groups]
+
+
+def _needs_whole(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype | None) -> bool:
+    """Return whether one group needs whole parameters."""
+    try:
+        _run_trials(optimizer, [group], dtype)
+    except (ElementwiseMismatchError, ElementwiseUndecidedError):
+        _run_whole_trials(optimizer, group, dtype)
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------------ trials
@@ -126,6 +157,11 @@ class _TrialSpec:
     @property
     def numel(self) -> int:
         return sum(self.sizes)
+
+    def with_dims(self, dims: Collection[int]) -> _TrialSpec:
+        """Return a trial of whole tensors with these numbers of dimensions; of all if there are none."""
+        shapes = tuple(shape for shape in self.shapes if len(shape) in dims) or self.shapes
+        return replace(self, shapes=shapes, splits=())
 
 
 _SMALL_TRIAL = _TrialSpec(
@@ -167,12 +203,29 @@ def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
             _run_first_decisive([trial(_HUGE_TRIAL, model_dtype, device) for device in devices])
 
 
-def _run_first_decisive(trials: Iterable[_Trial]) -> None:
+def _run_whole_trials(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Raise unless a group gives the same numbers for some of its parameters as for all.
+
+    A rule may accept only tensors of the dimensions that the group has, so the trial has no others.
+    """
+    parameters = group["params"]
+    dims = {p.dim() for p in parameters}
+    devices = list(dict.fromkeys([torch.device("cpu"), *(p.device for p in parameters if p.device.type == "cuda")]))
+    for spec, dtypes in (
+        (_SMALL_TRIAL, (torch.float64, torch.float32)),
+        (_LARGE_TRIAL, (dtype or parameters[0].dtype,)),
+    ):
+        restricted = spec.with_dims(dims)
+        trials = [_Trial(optimizer, [group], restricted, wide, device) for device in devices for wide in dtypes]
+        _run_first_decisive(trials, is_whole=True)
+
+
+def _run_first_decisive(trials: Iterable[_Trial], is_whole: bool = False) -> None:
     """Run trials until one decides: an optimizer may not support fp64, or the CPU."""
     reasons = []
     for trial in trials:
         try:
-            return trial.run()
+            return trial.run_whole() if is_whole else trial.run()
         except ElementwiseUndecidedError as error:
             reasons.append(error)
     raise reasons[0]
@@ -204,6 +257,40 @@ class _Trial:
                 self._compare_values(full, sliced, splits[0], splits[-1])
             _compare_states(full, sliced, self.spec.tolerance)
             _compare_stored(full.stored, sliced.stored)
+
+    def run_whole(self) -> None:
+        """Compare some of the parameters, or none, with all."""
+        full = self._run_full()
+        count = len(self.spec.shapes)
+        for subset in (tuple(range(0, count, 2)), tuple(range(1, count, 2)), (count - 1,), ()):
+            part = _Run(self, None, full.is_seeded, subset)
+            try:
+                part.run(jump=full.has_jumped)
+            except (ElementwiseUndecidedError, ElementwiseMismatchError):
+                raise
+            except Exception as error:
+                what = f"on {len(subset)} of {count} parameters it raises {type(error).__name__}: {error}"
+                raise ElementwiseMismatchError(what) from error
+            self._compare_subset(full, part, subset)
+            _compare_stored(full.stored, part.stored)
+
+    def _compare_subset(self, full: _Run, part: _Run, subset: tuple[int, ...]) -> None:
+        """Compare the values after each step, and the states at the end, of the parameters in a subset."""
+        offset = 0
+        for position, index in enumerate(subset):
+            start, end = full.spans[index]
+            shape = self.spec.shapes[index]
+            for step, (expected, actual) in enumerate(zip(full.values, part.values, strict=True)):
+                if not _is_close(expected[start:end], actual[offset : offset + end - start]):
+                    raise ElementwiseMismatchError(
+                        f"after step {step + 1} a tensor of shape {shape} has other values if some others are missing"
+                    )
+            offset += end - start
+            states = [
+                dict(run.inner.state.get(run.parameters[0][i], {})) for run, i in ((full, index), (part, position))
+            ]
+            if not _is_close(*states):
+                raise ElementwiseMismatchError(f"a tensor of shape {shape} has other states if some others are missing")
 
     def _compare_values(self, full: _Run, sliced: _Run, start: int, end: int) -> None:
         """Compare the values after each step: ``sliced`` has the elements from ``start`` to ``end`` of each group."""
@@ -303,19 +390,29 @@ class _Trial:
 class _Run:
     """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
-    def __init__(self, trial: _Trial, splits: tuple[int, ...] | None, is_seeded: bool) -> None:
+    def __init__(
+        self,
+        trial: _Trial,
+        splits: tuple[int, ...] | None,
+        is_seeded: bool,
+        subset: tuple[int, ...] | None = None,
+    ) -> None:
+        """``splits``: where slices begin and end; None: full tensors, all or a ``subset``."""
         self._trial, self.is_seeded, self.has_jumped = trial, is_seeded, False
         self.values: list[torch.Tensor] = []  # of all groups, after each step
         self.parameters: list[list[nn.Parameter]] = []
         ends = [0, *itertools.accumulate(trial.spec.sizes)] if splits is None else splits
         self.spans = list(itertools.pairwise(ends))
+        all_shapes = trial.spec.shapes if splits is None else [(end - start,) for start, end in self.spans]
+        if subset is not None:
+            self.spans = [self.spans[index] for index in subset]
+            all_shapes = [all_shapes[index] for index in subset]
         self._copier = OptimizerCopier(trial.optimizer, trial.device)
         self.inner = self._copier.clone
         for number, (group, values) in enumerate(zip(trial.groups, trial.initial_values, strict=True)):
-            shapes = trial.spec.shapes if splits is None else [(end - start,) for start, end in self.spans]
             parameters = [
                 nn.Parameter(values[start:end].reshape(shape).clone())
-                for (start, end), shape in zip(self.spans, shapes, strict=True)
+                for (start, end), shape in zip(self.spans, all_shapes, strict=True)
             ]
             self.parameters.append(parameters)
             options = self._copier.copy_options(group, number)
@@ -432,17 +529,22 @@ def _copy_attributes(parameters: list[nn.Parameter], originals: list[Any]) -> No
         parameter.__dict__.update(attributes)
 
 
-def _distinct_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups that differ by more than learning rate and weight decay."""
-    distinct: dict[Any, dict[str, Any]] = {}
+def _distinct_groups(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the groups that differ by more than learning rate and weight decay, by their key."""
+    distinct: dict[str, dict[str, Any]] = {}
     for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key, value in options.items():
-            if (key in ("lr", "initial_lr", "weight_decay") or "lr_scale" in key) and _is_number(value):
-                options[key] = bool(value > 0)
         if group["params"]:
-            distinct.setdefault(repr(sorted(options.items(), key=lambda item: str(item[0]))), group)
-    return list(distinct.values())
+            distinct.setdefault(_group_key(group), group)
+    return distinct
+
+
+def _group_key(group: Mapping[str, Any]) -> str:
+    """Return a text that is the same for groups that differ only in learning rate and weight decay."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for key, value in options.items():
+        if (key in ("lr", "initial_lr", "weight_decay") or "lr_scale" in key) and _is_number(value):
+            options[key] = bool(value > 0)
+    return repr(sorted(options.items(), key=lambda item: str(item[0])))
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons

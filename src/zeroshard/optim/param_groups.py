@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, GradHistory, param_info
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
+from zeroshard.optim.whole_params import WholeParams
 
 DIGEST_BYTES = 8
 
@@ -221,8 +223,9 @@ class ParamGroups:
         self._slice_guard, self._max_slice_numel = slice_guard, max_slice_numel
         self.names: list[list[str]] = []  # per group, in the order the user gave them
         self.views: list[ParamGroupView] = []  # the groups as users see them
-        self.slices: list[list[OptimizerSlice]] = []  # per group
+        self.slices: list[list[OptimizerSlice]] = []  # per group; none for a group of whole parameters
         self.all_slices: list[OptimizerSlice] = []
+        self.whole = WholeParams(engine)
         self.has_ungrouped = False  # whether a trainable parameter is in no group: its gradient is not touched
         self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
@@ -235,8 +238,8 @@ class ParamGroups:
         """The names of the parameters in groups."""
         return {name for names in self.names for name in names}
 
-    def add(self, names: list[str]) -> None:
-        """Replace the parameters of the inner optimizer's next group by slices."""
+    def add(self, names: list[str], needs_whole: bool) -> None:
+        """Replace the parameters of the inner optimizer's next group by slices, or by those that this rank owns."""
         index, flats = len(self.names), list(self._engine.gradients.flat_grads)
         parameters = {
             name: p for unit in self._engine.units for flat in unit.flats for name, p in flat.named_parameters
@@ -248,6 +251,11 @@ class ParamGroups:
         self.has_ungrouped = not trainable.keys() <= grouped_names
         self._params = [p for name, p in trainable.items() if name in grouped_names]
         self.slices.append([])
+        if needs_whole:
+            owned = [param.parameter for param in self.whole.add(names)]
+            self.inner.param_groups[index]["params"] = owned
+            self._slice_guard.guard(owned)
+            return
         segments = self._engine.gradients.memory.segments
         self._set_slices(index, make_slices(flats, set(names), self._max_slice_numel, segments))
 
@@ -278,7 +286,7 @@ class ParamGroups:
         self.slices[index] = slices
         self.all_slices = [slice_ for group in self.slices for slice_ in group]
         self.inner.param_groups[index]["params"] = [slice_.parameter for slice_ in slices]
-        self._slice_guard.guard_slices(slices)
+        self._slice_guard.guard([slice_.parameter for slice_ in slices])
         for slice_ in slices:
             slice_.param_group = self.inner.param_groups[index]
         if self._cpu_updates is not None:
@@ -293,8 +301,13 @@ class ParamGroups:
             for value in list(self.inner.state.get(slice_.parameter, {}).values())  # a pending update may add to it
             if isinstance(value, torch.Tensor)
         ]
-        for frozen in self.frozen_states.values() if tier in (None, "device") else ():
-            tensors += frozen.elementwise.values()
+        if tier in (None, "device"):
+            for frozen in self.frozen_states.values():
+                tensors += frozen.elementwise.values()
+            for param in self.whole.owned(self.whole.params):
+                tensors += [
+                    leaf for leaf in tree_leaves(self.inner.state.get(param.parameter, {})) if torch.is_tensor(leaf)
+                ]
         return tensors
 
     # -- gradients --------------------------------------------------------------------------------------------------

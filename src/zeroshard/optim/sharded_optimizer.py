@@ -15,7 +15,7 @@ from zeroshard.config.offload import TIERS
 from zeroshard.engine import NO_HISTORY, PICKLE_ERROR, Engine, raise_on_join
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
-from zeroshard.optim.elementwise_check import check_elementwise
+from zeroshard.optim.elementwise_check import find_whole_param_groups
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
@@ -82,7 +82,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     (True, 'Adam')
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str]) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str], needs_whole: list[bool]
+    ) -> None:
+        """``names`` of the model's parameters, by id; ``needs_whole``: groups that run on whole parameters."""
         self.inner, self._engine, config = inner, engine, engine.context.config
         loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
         self._loss_scale = loss_scale
@@ -96,8 +99,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([torch.zeros(0)], {})
         self.param_groups = self._groups.views  # type: ignore[assignment]
         self.state, self.defaults = inner.state, inner.defaults
-        for group in names_by_group:
-            self._groups.add(group)
+        for group, is_whole in zip(names_by_group, needs_whole, strict=True):
+            self._groups.add(group, is_whole)
+        step.set_whole_params(self._groups.whole)
         self._load_states(states)
         self._mode_switch = _ModeSwitch(inner, engine)
         self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})
@@ -243,14 +247,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine, names = self._engine, self._groups.check_addable(params)
         engine.state_guard.check_not_gathered("add_param_group()")
         new_group, config = {**param_group, "params": params}, engine.context.config
-        check_elementwise(self.inner, config.elementwise, _update_dtype(config), new_group)
+        (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), new_group)
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
         self.inner.add_param_group({**param_group, "params": [("", placeholder) if param_names else placeholder]})
         if param_names:
             self.inner.param_groups[-1]["param_names"] = param_names
-        self._groups.add(names)
+        self._groups.add(names, needs_whole)
 
     # -- states -------------------------------------------------------------------------------------------------
 
@@ -320,15 +324,22 @@ def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], config: Config) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], config: Config) -> list[bool]:
     """Raise if an optimizer cannot run on shards, or has states that cannot be sharded.
 
-    ``names`` are the names of the model's parameters, by id.
+    ``names`` are the names of the model's parameters, by id. Return for each group whether it needs whole parameters.
     """
-    check_elementwise(optimizer, config.elementwise, _update_dtype(config))
-    states = {parameter: state for parameter, state in optimizer.state.items() if id(parameter) in names}
+    needs_whole = find_whole_param_groups(optimizer, config.elementwise, _update_dtype(config))
+    whole = {
+        id(p)
+        for group, is_whole in zip(optimizer.param_groups, needs_whole, strict=True)
+        if is_whole
+        for p in group["params"]
+    }
+    states = {p: state for p, state in optimizer.state.items() if id(p) in names and id(p) not in whole}
     shapes = {names[id(parameter)]: parameter.shape for parameter in states}
     check_shardable_states(describe_full_states({names[id(p)]: state for p, state in states.items()}, shapes))
+    return needs_whole
 
 
 def _update_dtype(config: Config) -> torch.dtype | None:

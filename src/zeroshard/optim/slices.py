@@ -21,7 +21,7 @@ import copy
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -93,10 +93,9 @@ class SliceGuard:
         self._engine = weakref.ref(engine)
         self._is_stepping = False
 
-    def guard_slices(self, slices: list[OptimizerSlice]) -> None:
-        """Guard these slices from now on."""
-        for slice_ in slices:
-            parameter: Any = slice_.parameter
+    def guard(self, parameters: Iterable[Any]) -> None:
+        """Guard these parameters of the inner optimizer from now on."""
+        for parameter in parameters:
             parameter._zeroshard_guard = self
             parameter.__class__ = GuardedSliceParameter
 

@@ -39,6 +39,7 @@ from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
+from zeroshard.optim.whole_params import WholeParams
 from zeroshard.sharding import ALIGN_ELEMENTS
 from zeroshard.utils.profiling import label
 
@@ -86,6 +87,10 @@ class OptimizerStep:
         # None: no limit, since one call updates all slices anyway
         is_batchable = type(inner) in ELEMENTWISE_OPTIMIZERS
         self.max_slice_numel = max_slice_numel(engine.context.config.bucket_size) if is_batchable else None
+
+    def set_whole_params(self, whole: WholeParams) -> None:
+        """Set the parameters that are updated as a whole."""
+        self._torch.whole = self._whole = whole
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the slices, which all have a gradient; ``backwards`` have run since the last step.
@@ -169,12 +174,14 @@ class TorchUpdater:
         self.slice_guard = SliceGuard(engine)
         self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
+        self.whole = WholeParams(engine)
 
     def decide_single_call(self) -> bool:
         """Decide whether one call must update all slices in this step, offloaded ones included."""
         inner = self._inner
         self._is_single_call = (
             type(inner) not in ELEMENTWISE_OPTIMIZERS
+            or bool(self.whole.params)
             or bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
             or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
             # A learning rate scheduler's replacement of step() only records the call; any other may do anything.
@@ -249,12 +256,14 @@ class TorchUpdater:
 
     def _step_batch(self, batch: list[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
         parameters = [slice_grad.parameter for slice_grad in batch]
+        parameters += [param.parameter for param in self.whole.owned(self.whole.params)]
         new_params = [parameter for parameter in parameters if not self._inner.state.get(parameter)]
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)
-            if self._is_single_call:  # hooks and custom steps may keep a reference
-                self._engine.gradients.memory.is_exposed = True
-            self._inner.step()
+            with self.whole.gathered(grad_scale):
+                if self._is_single_call:  # hooks and custom steps may keep a reference
+                    self._engine.gradients.memory.is_exposed = True
+                self._inner.step()
             self._move_states_to_pool(new_params)
         if grad_scale.clip_coef is not None:
             copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
