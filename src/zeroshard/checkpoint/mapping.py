@@ -23,7 +23,7 @@ from zeroshard.checkpoint.train_state import (
     persistent_buffers,
     tied_names,
 )
-from zeroshard.optim import ShardedOptimizer, check_shardable_states, is_elementwise, state_after_first_step
+from zeroshard.optim import ShardedOptimizer, is_elementwise, state_after_first_step
 
 _REMEDY = "Load an earlier checkpoint, or use load(path, model) to load only the weights"
 _NUMBER = "a number"
@@ -179,7 +179,7 @@ def _map_param_states(
                 where = f"{source.path}: {parameter}"
                 probe.check_state(where, group.options, shapes[parameter], param_states[parameter])
     if isinstance(optimizer, ShardedOptimizer):
-        check_shardable_states(param_states)
+        optimizer.check_loadable(param_states)
     return param_states
 
 

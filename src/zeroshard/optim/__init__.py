@@ -5,7 +5,7 @@ from zeroshard.optim.fused_adam.fused_adam import SUPPORTED_DTYPES
 from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, is_supported
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel, state_after_first_step, state_bytes_per_element
-from zeroshard.optim.state_dict import allocate_state, check_shardable_states
+from zeroshard.optim.state_dict import allocate_state
 
 __all__ = [
     "ADAM_STATE_KEYS",
@@ -13,7 +13,6 @@ __all__ = [
     "ShardedOptimizer",
     "allocate_state",
     "check_optimizer",
-    "check_shardable_states",
     "is_elementwise",
     "is_supported",
     "make_adam_update",

@@ -259,8 +259,8 @@ class _Trial:
             _compare_stored(full.stored, sliced.stored)
 
     def run_whole(self) -> None:
-        """Compare some of the parameters, or none, with all."""
-        full = self._run_full()
+        """Compare some of the parameters, or none, with all. Existing states may have any shape, so it has none."""
+        full = self._run_full(may_seed=False)
         count = len(self.spec.shapes)
         for subset in (tuple(range(0, count, 2)), tuple(range(1, count, 2)), (count - 1,), ()):
             part = _Run(self, None, full.is_seeded, subset)
@@ -314,9 +314,9 @@ class _Trial:
             f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
         )
 
-    def _run_full(self) -> _Run:
+    def _run_full(self, may_seed: bool = True) -> _Run:
         """Step full parameters, starting from states like the existing ones, or from none if that fails."""
-        for is_seeded in (True, False) if any(self.optimizer.state.values()) else (False,):
+        for is_seeded in (True, False) if may_seed and any(self.optimizer.state.values()) else (False,):
             for jump in (True, False):
                 full = _Run(self, None, is_seeded)
                 try:
@@ -403,7 +403,9 @@ class _Run:
         self.parameters: list[list[nn.Parameter]] = []
         ends = [0, *itertools.accumulate(trial.spec.sizes)] if splits is None else splits
         self.spans = list(itertools.pairwise(ends))
-        all_shapes = trial.spec.shapes if splits is None else [(end - start,) for start, end in self.spans]
+        all_shapes: list[tuple[int, ...]] = [(end - start,) for start, end in self.spans]
+        if splits is None:
+            all_shapes = list(trial.spec.shapes)
         if subset is not None:
             self.spans = [self.spans[index] for index in subset]
             all_shapes = [all_shapes[index] for index in subset]

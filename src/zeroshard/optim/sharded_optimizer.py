@@ -299,6 +299,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the states that are not elementwise, such as step counts, by name of the parameters on this rank."""
         return self._states.local_scalars()
 
+    def check_loadable(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise if states cannot be sharded: see :meth:`OptimizerStates.check_shardable`."""
+        self._states.check_shardable(states)
+
     def allocate_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states: see :meth:`OptimizerStates.allocate`."""
         self._states.allocate(states)

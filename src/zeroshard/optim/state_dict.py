@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.param_groups import FrozenParamStates, ParamGroups
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise, is_scalar_state
+from zeroshard.optim.whole_params import WholeParam
 from zeroshard.sharding import Range
 
 
@@ -58,6 +61,9 @@ class OptimizerStates:
                 if flat.names[parameter] in local:
                     local[flat.names[parameter]] = described
                     error_text = error_text or self._state_error(flat.names[parameter], slice_.parameter, state)
+        for param in self._groups.whole.owned():
+            if param.name in local:
+                local[param.name] = _describe(self._states.get(param.parameter, {}), param.parameter.shape)
         for name, frozen in self._groups.frozen_states.items():
             if name in local:
                 local[name] = {key: flattened.dtype for key, flattened in frozen.elementwise.items()} | frozen.scalars
@@ -122,14 +128,29 @@ class OptimizerStates:
         for name in found.keys() & self._groups.frozen_states.keys():
             states = self._groups.frozen_states[name].elementwise
             found[name] = [(states, *place) for place in _owned_param_ranges(*find_parameter(self._engine.units, name))]
+        for param in self._groups.whole.owned():
+            if param.name in found:
+                found[param.name].append((self._flat_whole_states(param), Range(0, param.numel), 0))
         for slice_ in self._groups.all_slices:
             for flat, parameter, within, at in slice_.param_ranges():
                 if flat.names[parameter] in found:
                     found[flat.names[parameter]].append((self._states[slice_.parameter], within, at))
         return found
 
+    def _flat_whole_states(self, param: WholeParam) -> dict[str, torch.Tensor]:
+        """Return the elementwise states of a parameter that this rank owns, flattened like the parameter."""
+        states = self._states.get(param.parameter, {})
+        return {
+            key: param.flat.flatten(value, param.index)
+            for key, value in states.items()
+            if is_elementwise(key, value, param.parameter.shape)
+        }
+
     def local(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
         """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
+        for param in self._groups.whole.owned():
+            for key, value in self._flat_whole_states(param).items():
+                yield param.name, key, Range(0, param.numel), value
         for name, frozen in self._groups.frozen_states.items():
             ranges = _owned_param_ranges(*find_parameter(self._engine.units, name))
             for key, value in frozen.elementwise.items():
@@ -153,13 +174,23 @@ class OptimizerStates:
                 if error:
                     raise RuntimeError(error)
                 found[name] = scalars
+        for param in self._groups.whole.owned():
+            state = self._states.get(param.parameter, {})
+            if state:
+                shape = param.parameter.shape
+                found[param.name] = {k: v for k, v in state.items() if not is_elementwise(k, v, shape)}
         return found
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def check_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Raise if full states, by parameter name, cannot be sharded."""
-        check_shardable_states(describe_full_states(states, self._full_shapes()))
+        self.check_shardable(describe_full_states(states, self._full_shapes()))
+
+    def check_shardable(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise if states, by their descriptions, cannot be sharded. Owners keep any state of whole parameters."""
+        whole_names = {param.name for param in self._groups.whole.params}
+        check_shardable_states({name: state for name, state in states.items() if name not in whole_names})
 
     def load_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Replace all states by this rank's shards of full states, by parameter name."""
@@ -181,7 +212,7 @@ class OptimizerStates:
         As in torch, floating point states take their parameter's dtype, and step counts are placed where the
         optimizer's kernels need them.
         """
-        check_shardable_states(states)
+        self.check_shardable(states)
         self._engine.state_guard.prepare_write()
         before = dict(self._states)
         self._states.clear()
@@ -197,6 +228,18 @@ class OptimizerStates:
                     if key not in self._states[slice_.parameter]:
                         new_state = self._allocate(slice_, key, value, old_states.pop(key, None))
                         self._states[slice_.parameter][key] = new_state
+        for param in self._groups.whole.owned():
+            on_device = self._is_on_device(param.name)
+            for key, value in states.get(param.name, {}).items():
+                example = param.flat.empty_param(param.index, param.dtype)
+                self._states[param.parameter][key] = _allocate_whole(key, value, example, on_device)
+
+    def _is_on_device(self, name: str) -> bool:
+        """Return whether the optimizer's kernels need the step count of a parameter on the device."""
+        group = next(
+            g for g, names in zip(self._groups.inner.param_groups, self._groups.names, strict=True) if name in names
+        )
+        return bool(group.get("capturable") or group.get("fused"))
 
     def _allocate(self, slice_: OptimizerSlice, key: str, value: Any, reuse: Any) -> Any:
         if slice_.tier_segment is not None and self._cpu_updates is not None and isinstance(value, torch.dtype):
@@ -302,6 +345,13 @@ def _is_equal(left: Any, right: Any) -> bool:
 def _state_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a parameter stores a state of ``dtype``."""
     return parameter.dtype if dtype.is_floating_point and parameter.is_floating_point() else dtype
+
+
+def _allocate_whole(key: str, value: Any, example: torch.Tensor, on_device: bool) -> Any:
+    """Allocate one state of a whole parameter, or copy it: it may be anything that an optimizer stores."""
+    if isinstance(value, (torch.dtype, torch.Tensor)):
+        return allocate_state(key, value, example, on_device)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(example.device, copy=True), copy.deepcopy(value))
 
 
 def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:

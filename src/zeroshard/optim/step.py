@@ -256,7 +256,7 @@ class TorchUpdater:
 
     def _step_batch(self, batch: list[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
         parameters = [slice_grad.parameter for slice_grad in batch]
-        parameters += [param.parameter for param in self.whole.owned(self.whole.params)]
+        parameters += [param.parameter for param in self.whole.owned()]
         new_params = [parameter for parameter in parameters if not self._inner.state.get(parameter)]
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)

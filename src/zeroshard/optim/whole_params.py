@@ -119,9 +119,9 @@ class WholeParams:
         self.params += added
         return self.owned(added)
 
-    def owned(self, params: Iterable[WholeParam]) -> list[WholeParam]:
-        """Return those that this rank owns."""
-        return [param for param in params if param.owner == self._axis.rank]
+    def owned(self, params: Iterable[WholeParam] | None = None) -> list[WholeParam]:
+        """Return those that this rank owns, of all or of ``params``."""
+        return [param for param in (self.params if params is None else params) if param.owner == self._axis.rank]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
