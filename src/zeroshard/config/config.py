@@ -93,9 +93,11 @@ class Config:
     :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
 
     elementwise: bool | None = None
-    """Whether the optimizer updates each element from that element alone. This is required: it runs on flat slices of
-    the parameters. None: torch's own elementwise optimizers are known; others are tested on small tensors, and rejected
-    if the test shows a difference or is inconclusive. True: you assert it, and nothing is tested."""
+    """Whether the optimizer updates each element from that element alone. If so, it runs on flat slices of the
+    parameters; if not, on whole parameters, each on one rank. None: torch's own optimizers are known; others are tested
+    on small tensors, group by group, and rejected if they read several parameters at once or the test is inconclusive.
+    True or False: you assert it for all groups, and nothing is tested. False also asserts that each parameter is
+    updated from that parameter alone."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
@@ -138,8 +140,8 @@ class Config:
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.elementwise is not None and self.elementwise is not True:
-            raise ValueError(f"elementwise must be True, or None to test it, got {self.elementwise!r}")
+        if self.elementwise not in (None, True, False):
+            raise ValueError(f"elementwise must be True or False, or None to test it, got {self.elementwise!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ValueError(f"init_fn must be a function of a module, got {self.init_fn!r}")
         for name in ("timeout", "heartbeat_timeout", "loss_scale"):

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, GradHistory, param_info
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
-from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
-from zeroshard.optim.whole_params import WholeParams
+from zeroshard.optim.slices import OptimizerSlice, make_slices
+from zeroshard.optim.step import OptimizerStep
 
 DIGEST_BYTES = 8
 
@@ -216,16 +215,14 @@ class ParamGroups:
         inner: torch.optim.Optimizer,
         engine: Engine,
         cpu_updates: CpuUpdates | None,
-        slice_guard: SliceGuard,
-        max_slice_numel: int | None,
+        step: OptimizerStep,
     ) -> None:
         self.inner, self._engine, self._cpu_updates = inner, engine, cpu_updates
-        self._slice_guard, self._max_slice_numel = slice_guard, max_slice_numel
+        self._slice_guard, self._max_slice_numel, self.whole = step.slice_guard, step.max_slice_numel, step.whole
         self.names: list[list[str]] = []  # per group, in the order the user gave them
         self.views: list[ParamGroupView] = []  # the groups as users see them
         self.slices: list[list[OptimizerSlice]] = []  # per group; none for a group of whole parameters
         self.all_slices: list[OptimizerSlice] = []
-        self.whole = WholeParams(engine)
         self.has_ungrouped = False  # whether a trainable parameter is in no group: its gradient is not touched
         self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
@@ -304,11 +301,7 @@ class ParamGroups:
         if tier in (None, "device"):
             for frozen in self.frozen_states.values():
                 tensors += frozen.elementwise.values()
-            for param in self.whole.owned(self.whole.params):
-                tensors += [
-                    leaf for leaf in tree_leaves(self.inner.state.get(param.parameter, {})) if torch.is_tensor(leaf)
-                ]
-        return tensors
+        return tensors + (self.whole.states.tensors(self.whole.owned(), tier) if self.whole.params else [])
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loss_scale = loss_scale
         self._cpu_updates = CpuUpdates(inner, engine) if config.offload is not None else None
         self._step_runner = step = OptimizerStep(inner, engine, loss_scale, self._cpu_updates)
-        self._groups = ParamGroups(inner, engine, self._cpu_updates, step.slice_guard, step.max_slice_numel)
+        self._groups = ParamGroups(inner, engine, self._cpu_updates, step)
         self._states = OptimizerStates(engine, self._groups, self._cpu_updates)
         self._needs_tp_grad_check = engine.comm.tensor_axis.size > 1  # in the first step
         names_by_group = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
@@ -101,7 +101,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state, self.defaults = inner.state, inner.defaults
         for group, is_whole in zip(names_by_group, needs_whole, strict=True):
             self._groups.add(group, is_whole)
-        step.set_whole_params(self._groups.whole)
         self._load_states(states)
         self._mode_switch = _ModeSwitch(inner, engine)
         self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})

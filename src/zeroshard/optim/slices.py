@@ -162,7 +162,7 @@ class OptimizerSlice:
         """Return views of the reduced gradient, in its own dtype; a single view if the shards are adjacent."""
         shards = [(flat_range, gradients[flat_range.flat].shard) for flat_range in self.flat_ranges]
         views = [flat_range.view(shard) for flat_range, shard in shards if shard is not None]
-        if len(views) > 1 and all(_is_adjacent(a, b) for a, b in pairwise(views)):
+        if len(views) > 1 and all(is_adjacent(a, b) for a, b in pairwise(views)):
             return [views[0].as_strided(self.parameter.shape, (1,))]
         return views
 
@@ -273,7 +273,7 @@ def _contiguous_ranges(
                 ranges
                 and segment is values_segment
                 and grad_segments.get(ranges[-1].flat) == grad_segments.get(flat)
-                and _is_adjacent(tensor, values)
+                and is_adjacent(tensor, values)
             ):
                 tensor = tensor.as_strided((tensor.numel() + values.numel(),), (1,))
                 if ranges[-1].flat is flat and ranges[-1].span.end == span.start:
@@ -348,7 +348,7 @@ def state_after_first_step(
     return dict(copied.state[parameter])
 
 
-def _is_adjacent(left: torch.Tensor, right: torch.Tensor) -> bool:
+def is_adjacent(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether ``right`` directly follows ``left`` in the same allocation."""
     same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return same and left.storage_offset() + left.numel() == right.storage_offset()

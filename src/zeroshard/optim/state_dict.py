@@ -63,7 +63,9 @@ class OptimizerStates:
                     error_text = error_text or self._state_error(flat.names[parameter], slice_.parameter, state)
         for param in self._groups.whole.owned():
             if param.name in local:
-                local[param.name] = _describe(self._states.get(param.parameter, {}), param.parameter.shape)
+                described = _describe(self._states.get(param.parameter, {}), param.parameter.shape)
+                # on the host: a pickled tensor of a GPU would be loaded on the owner's GPU
+                local[param.name] = tree_map_only(torch.Tensor, torch.Tensor.cpu, described)
         for name, frozen in self._groups.frozen_states.items():
             if name in local:
                 local[name] = {key: flattened.dtype for key, flattened in frozen.elementwise.items()} | frozen.scalars
@@ -114,7 +116,9 @@ class OptimizerStates:
         result: dict[str, Any] = {}
         for key, value in described.items():
             if not isinstance(value, torch.dtype):
-                result[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                # a state of a whole parameter may be anything; only numbers stay on the host
+                device = None if is_scalar_state(value) else flat.device
+                result[key] = _copy_tensors(value, device)
                 continue
             flattened = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
             for state, within, at in ranges:
@@ -228,11 +232,12 @@ class OptimizerStates:
                     if key not in self._states[slice_.parameter]:
                         new_state = self._allocate(slice_, key, value, old_states.pop(key, None))
                         self._states[slice_.parameter][key] = new_state
-        for param in self._groups.whole.owned():
-            on_device = self._is_on_device(param.name)
+        self._groups.whole.states.forget()
+        for param in self._groups.whole.owned() if self._groups.whole.params else ():
+            on_device, example = self._is_on_device(param.name), param.flat.empty_param(param.index, param.dtype)
             for key, value in states.get(param.name, {}).items():
-                example = param.flat.empty_param(param.index, param.dtype)
                 self._states[param.parameter][key] = _allocate_whole(key, value, example, on_device)
+            self._groups.whole.states.store([param])
 
     def _is_on_device(self, name: str) -> bool:
         """Return whether the optimizer's kernels need the step count of a parameter on the device."""
@@ -336,6 +341,11 @@ def _flatten_local_state(value: torch.Tensor, flat: FlatParam, index: int) -> to
     return flat.flatten((value if tp_shard is None else tp_shard.slice(value)).to(flat.device), index)
 
 
+def _copy_tensors(value: Any, device: torch.device | None) -> Any:
+    """Copy a state and the tensors in it, to a device or each to its own."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device or tensor.device, copy=True), copy.copy(value))
+
+
 def _is_equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
@@ -351,7 +361,7 @@ def _allocate_whole(key: str, value: Any, example: torch.Tensor, on_device: bool
     """Allocate one state of a whole parameter, or copy it: it may be anything that an optimizer stores."""
     if isinstance(value, (torch.dtype, torch.Tensor)):
         return allocate_state(key, value, example, on_device)
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(example.device, copy=True), copy.deepcopy(value))
+    return _copy_tensors(value, example.device)
 
 
 def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:

@@ -7,9 +7,10 @@
     TorchUpdater  the other slices on the device                  this file          [Note: stepping in batches]
     CpuUpdates    offloaded slices: only submits their updates    optim/cpu/         [Note: overlapping CPU updates]
 
-All of them unscale and clip a gradient when they read it (``GradScale``), and with fp16 they update nothing if a
-gradient overflowed on any rank: gradients are checked first, in 16 bits. If the optimizer has step hooks, is not
-elementwise by its class, or has a replaced step(), one call of it must update all slices: TorchUpdater makes it.
+TorchUpdater also steps the parameters that have no slices: see [Note: whole parameters]. All of them unscale and clip a
+gradient when they read it (``GradScale``), and with fp16 they update nothing if a gradient overflowed on any rank:
+gradients are checked first, in 16 bits. If the optimizer has step hooks, is not one of torch's, or has a replaced
+step(), one call of it must update all slices and parameters: TorchUpdater makes it.
 
 [Note: stepping in batches]
 torch's optimizers need the gradient in the dtype of the parameter. With bf16 and fp16, gradients have 16 bits and the
@@ -20,14 +21,18 @@ gradients again. If no copy is needed, batching still bounds the scratch memory 
 that fits in one batch is updated by one call.
 
 Every element is updated once, from its own gradient and with the step count of its slice, so the result is bitwise
-equal to one call. This holds for torch's own elementwise optimizers. Any other optimizer may count its calls, and a
-step hook or a replaced step() must see all gradients in one call: in these cases one batch holds all slices.
+equal to one call. Whole parameters are stepped in batches for the same reason. This holds for torch's own optimizers.
+Any other optimizer may count its calls, and a step hook or a replaced step() must see all gradients in one call: in
+these cases one batch holds all slices.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +44,7 @@ from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
-from zeroshard.optim.whole_params import WholeParams
+from zeroshard.optim.whole_params import WholeParam, WholeParams
 from zeroshard.sharding import ALIGN_ELEMENTS
 from zeroshard.utils.profiling import label
 
@@ -57,6 +62,8 @@ ELEMENTWISE_OPTIMIZERS = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# The same holds for these, which update each parameter as a whole.
+WHOLE_PARAM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 class SliceUpdater(Protocol):
@@ -79,6 +86,7 @@ class OptimizerStep:
         kernel = kernel_for(inner, engine.comm.device)
         self._fused_adam = None if kernel is None else FusedAdam(inner, engine, kernel)
         self._torch = TorchUpdater(inner, engine, cpu_updates is not None)
+        self.whole = self._torch.whole
         # Updates on the CPU are submitted last: they may step a copy of the optimizer on another thread.
         updaters: tuple[SliceUpdater | None, ...] = (self._fused_adam, self._torch, cpu_updates)
         self._updaters = [updater for updater in updaters if updater is not None]
@@ -87,10 +95,6 @@ class OptimizerStep:
         # None: no limit, since one call updates all slices anyway
         is_batchable = type(inner) in ELEMENTWISE_OPTIMIZERS
         self.max_slice_numel = max_slice_numel(engine.context.config.bucket_size) if is_batchable else None
-
-    def set_whole_params(self, whole: WholeParams) -> None:
-        """Set the parameters that are updated as a whole."""
-        self._torch.whole = self._whole = whole
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the slices, which all have a gradient; ``backwards`` have run since the last step.
@@ -117,6 +121,8 @@ class OptimizerStep:
                 master_only_flats = list(dict.fromkeys(part.flat for slice_ in left for part in slice_.flat_ranges))
         if self._cpu_updates is not None and is_single_call:
             self._cpu_updates.write_through(slices)
+        if self._cpu_updates is not None and self.whole.params:
+            self.whole.copy_offloaded_masters()
         if grad_scale.clip_coef is not None:
             gradients.scaling.drop_clip()
         if self._loss_scale is not None:
@@ -137,6 +143,10 @@ class OptimizerStep:
         magnitudes: list[torch.Tensor] = []
         parts = [part for slice_ in slices for part in slice_.flat_ranges]
         flat_grads = {part.flat: self._engine.gradients.flat_grads[part.flat] for part in parts}
+        for param in self.whole.with_grads():
+            flat_grad = flat_grads[param.flat] = self._engine.gradients.flat_grads[param.flat]
+            if not flat_grad.is_offloaded:
+                on_device += [shard for _, shard in flat_grad.param_shards(param.index)]
         for part in parts:
             flat_grad = flat_grads[part.flat]
             if flat_grad.shard is not None and not flat_grad.is_offloaded:
@@ -174,14 +184,13 @@ class TorchUpdater:
         self.slice_guard = SliceGuard(engine)
         self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
-        self.whole = WholeParams(engine)
+        self.whole = WholeParams(inner, engine)
 
     def decide_single_call(self) -> bool:
         """Decide whether one call must update all slices in this step, offloaded ones included."""
         inner = self._inner
         self._is_single_call = (
-            type(inner) not in ELEMENTWISE_OPTIMIZERS
-            or bool(self.whole.params)
+            type(inner) not in (*ELEMENTWISE_OPTIMIZERS, *WHOLE_PARAM_OPTIMIZERS)
             or bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
             or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
             # A learning rate scheduler's replacement of step() only records the call; any other may do anything.
@@ -205,15 +214,16 @@ class TorchUpdater:
             del self._inner.found_inf, self._inner.grad_scale
         else:
             # A rank with nothing to step here does not read found_inf and returns True. If such ranks are possible, all
-            # ranks must return True.
-            can_be_idle = self._has_cpu_updates or any(group.get("fused") for group in self._inner.param_groups)
+            # ranks must return True. Whole parameters need all ranks.
+            is_fused = any(group.get("fused") for group in self._inner.param_groups)
+            can_be_idle = (self._has_cpu_updates or is_fused) and not self.whole.params
             if (slices or not can_be_idle) and bool(grad_scale.found_inf):
                 return can_be_idle
             self._step_batches(slices, grad_scale)
         return True
 
     def _can_skip_on_device(self) -> bool:
-        fused = all(group.get("fused") for group in self._inner.param_groups)
+        fused = all(group.get("fused") for group in self._inner.param_groups) and not self.whole.params
         if not (getattr(self._inner, "_step_supports_amp_scaling", False) and fused):
             return False
         if not isinstance(self._inner, torch.optim.SGD):
@@ -223,13 +233,15 @@ class TorchUpdater:
         return all(self._inner.state.get(parameter) for parameter in parameters)
 
     def _step_batches(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> None:
+        whole = self.whole.with_grads() if self.whole.params else []
+        whole_batches = [whole] if self._is_single_call or not whole else self.whole.split_batches(whole)
         batches = self._split_batches([self._slice_grad(slice_) for slice_ in slices])
         nbytes = max([sum([slice_grad.copy_bytes for slice_grad in batch]) for batch in batches])
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._engine.comm.device)
         self._engine.context.tracker.add("step", nbytes)
         try:
-            for batch in batches:
-                self._step_batch(batch, buffer, grad_scale)
+            for batch, whole_batch in zip_longest(batches, whole_batches, fillvalue=()):
+                self._step_batch(batch, whole_batch, buffer, grad_scale)
         finally:
             self._engine.context.tracker.add("step", -nbytes)
 
@@ -254,22 +266,25 @@ class TorchUpdater:
             left -= slice_grad.padded_numel
         return batches
 
-    def _step_batch(self, batch: list[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
+    def _step_batch(
+        self, batch: Sequence[SliceGrad], whole: Sequence[WholeParam], buffer: torch.Tensor, grad_scale: GradScale
+    ) -> None:
         parameters = [slice_grad.parameter for slice_grad in batch]
-        parameters += [param.parameter for param in self.whole.owned()]
+        if whole:
+            parameters += [param.parameter for param in self.whole.owned(whole)]
         new_params = [parameter for parameter in parameters if not self._inner.state.get(parameter)]
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)
-            with self.whole.gathered(grad_scale):
+            with self.whole.gathered(whole, grad_scale) if whole else nullcontext():
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
                 self._inner.step()
-            self._move_states_to_pool(new_params)
+                self._move_states_to_pool(new_params)
         if grad_scale.clip_coef is not None:
             copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
             self._engine.gradients.scaling.defer(copied, grad_scale.clip_coef)
 
-    def _set_gradients(self, batch: list[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
+    def _set_gradients(self, batch: Sequence[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
         """Set the gradient of each slice, unscaled and clipped: the reduced gradient itself or a copy in the buffer."""
         offset, found, gradients = 0, [], self._engine.gradients
         for slice_grad in batch:

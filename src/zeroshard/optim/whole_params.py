@@ -11,28 +11,47 @@ shard axis, the *owner*, has all of them, in the shapes that the optimizer gave 
     every rank    its shards of the new value        <--all-to-all--   whole tensors on the owner
 
 For Ψ elements on N ranks, a rank sends and receives about 3Ψ/N elements, next to nothing compared with an all-gather.
-Owners are assigned over the whole model, the largest parameter first, each to the rank with the least so far. If the
-shard axis has one rank (stage 0, or one rank in all), it owns everything, and nothing is sent.
+Gradients are sent in the dtype in which they were reduced. Owners are assigned over the whole model, the largest
+parameter first, each to the rank with the least so far. Replicas (the outer axis of a 2-D mesh) each have an owner, as
+they each have a copy of every other state. If the shard axis has one rank (stage 0, or one rank in all), it owns
+everything, nothing is sent, and the optimizer steps views of the stored values.
 
 The exchange moves values as they are, so all stages compute with the same bits, and the owner's optimizer sees what the
 plain run's would see: parameters of the true shape, with a gradient or None.
+
+Memory: an exchange has at most ``bucket_size`` elements from or to a rank, or one parameter of each owner if that is
+larger. So there are two collectives a step if 2Ψ/N is at most ``bucket_size``, and no buffer grows with Ψ. For torch's
+own optimizers each exchange is a batch: its parameters are gathered, stepped and scattered before the next one's. Any
+other optimizer must be stepped by one call ([Note: stepping in batches]), so the owner has the values and gradients of
+all its parameters at once: 2Ψ/N elements, in addition to the buffers of one exchange.
+
+Tiers: if the optimizer states of most elements of a parameter's flat are placed in host memory or on disk, the states
+of the parameter rest there between steps. They are copied to the device for the update and back, batch by batch. Master
+weights and gradients are read from and written to their own tiers.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.engine import Engine, FlatGrad, FlatParam, GradScale
-from zeroshard.sharding import Range
+from zeroshard.engine import Engine, FlatParam, GradScale
+from zeroshard.memory import TierAllocator
+from zeroshard.optim.slices import is_adjacent
+from zeroshard.sharding import Range, round_up
 
 EXCHANGE_LABEL = "exchange whole parameters"
+ALIGN_BYTES = 16  # of each run in the buffer of an exchange
 
 
 def assign_owners(costs: Sequence[int], loads: list[int]) -> list[int]:
@@ -52,6 +71,27 @@ def assign_owners(costs: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
+def split_batches(owners: Sequence[int], numels: Sequence[int], max_numel: int) -> list[list[int]]:
+    """Return batches of indices in which no owner has more than ``max_numel`` elements, or one item if it is larger.
+
+    Each owner's items keep their order, so the owners' first items are in the first batch.
+
+    >>> split_batches([0, 0, 1, 0, 1], [5, 4, 3, 9, 3], max_numel=9)
+    [[0, 1, 2, 4], [3]]
+    """
+    batches: list[list[int]] = []
+    positions: dict[int, tuple[int, int]] = {}  # by owner: its last batch, and its elements in it
+    for index, (owner, numel) in enumerate(zip(owners, numels, strict=True)):
+        batch, used = positions.get(owner, (0, 0))
+        if used and used + numel > max_numel:
+            batch, used = batch + 1, 0
+        if batch == len(batches):
+            batches.append([])
+        batches[batch].append(index)
+        positions[owner] = batch, used + numel
+    return batches
+
+
 @dataclass(eq=False)
 class WholeParam:
     """One whole parameter. Between steps ``parameter`` has its shape and no values."""
@@ -62,7 +102,9 @@ class WholeParam:
     parameter: nn.Parameter = field(init=False)  # what the inner optimizer sees, on the owner
 
     def __post_init__(self) -> None:
-        self.parameter = nn.Parameter(self._placeholder())
+        placeholder = self.flat.placeholder(torch.Size()).to(self.dtype)
+        self._placeholder = placeholder.expand(self.flat.shapes[self.index])  # takes no memory
+        self.parameter = nn.Parameter(self._placeholder)
 
     @property
     def name(self) -> str:
@@ -77,38 +119,72 @@ class WholeParam:
         """The dtype in which it is updated."""
         return self.flat.dtype if self.flat.master is None else self.flat.master.dtype
 
-    def rank_ranges(self, rank: int) -> list[Range]:
-        """Return the elements that a rank of the shard axis has, in the order of its shard."""
-        owned = self.flat.layout.owned_ranges(rank)
-        return [param_range.elements for param_range in owned if param_range.param_index == self.index]
+    @cached_property
+    def tier(self) -> str:
+        """Where its states rest between steps: the tier of most of the flat's optimizer states."""
+        numels: Counter[str] = Counter()
+        for span, tier in self.flat.spec.tier_placement.optimizer:
+            numels[tier] += span.numel
+        return max(numels, key=lambda tier: numels[tier], default="device")
 
-    def shape_as_param(self, flattened: torch.Tensor) -> torch.Tensor:
-        """View its elements, in the order of the flat, in the shape and strides of the parameter."""
-        return flattened.as_strided(self.flat.shapes[self.index], self.flat.strides[self.index])
+    @cached_property
+    def ranges_by_rank(self) -> list[list[Range]]:
+        """The elements that each rank of the shard axis has, in the order of its shard."""
+        layout = self.flat.layout
+        return [
+            [owned.elements for owned in layout.owned_ranges(rank) if owned.param_index == self.index]
+            for rank in range(layout.shard_count)
+        ]
 
-    def set_values(self, values: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Give the parameter its values and gradient, for a step."""
-        self.parameter.data = values
-        self.parameter.grad = gradient
+    def numel_on(self, rank: int) -> int:
+        """Return the number of elements that a rank of the shard axis has."""
+        return sum(elements.numel for elements in self.ranges_by_rank[rank])
+
+    def views_of(self, flattened: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return the ranges of the flattened parameter that a rank of the shard axis has."""
+        return [flattened[elements.slice] for elements in self.ranges_by_rank[rank]]
+
+    def set_tensor(self, flattened: torch.Tensor, is_grad: bool) -> None:
+        """Set the parameter's values or gradient, given in the order of the flat."""
+        tensor = flattened.as_strided(self.flat.shapes[self.index], self.flat.strides[self.index])
+        if is_grad:
+            self.parameter.grad = tensor
+        else:
+            self.parameter.data = tensor
+
+    def flat_values(self) -> torch.Tensor:
+        """Return the parameter's values, in the order of the flat."""
+        return self.flat.flatten(self.parameter.data, self.index)
 
     def drop_values(self) -> None:
         """Leave the parameter its shape only."""
-        self.parameter.data = self._placeholder()
         self.parameter.grad = None
+        self.parameter.data = self._placeholder
 
-    def _placeholder(self) -> torch.Tensor:
-        """Return NaNs of the parameter's shape that take no memory."""
-        return torch.full((), math.nan, dtype=self.dtype, device=self.flat.device).expand(self.flat.shapes[self.index])
+
+class Run(NamedTuple):
+    """This rank's parts of one tensor, adjacent in the buffer of an exchange."""
+
+    dtype: torch.dtype  # in the buffer
+    parts: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return run_bytes(sum(part.numel() for part in self.parts), self.dtype)
+
+
+Shards = dict[tuple[WholeParam, bool], Run]  # this rank's shards of values and, with True, of gradients
 
 
 class WholeParams:
     """The whole parameters of one optimizer, and the exchange with their owners: see [Note: whole parameters]."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine = engine
         self._axis = engine.comm.shard_axis
         self._loads = [0] * self._axis.size  # elements by owner
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
+        self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
 
     def add(self, names: Sequence[str]) -> list[WholeParam]:
         """Assign owners to the named parameters; return those that this rank owns."""
@@ -123,113 +199,263 @@ class WholeParams:
         """Return those that this rank owns, of all or of ``params``."""
         return [param for param in (self.params if params is None else params) if param.owner == self._axis.rank]
 
-    # -- a step -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def gathered(self, grad_scale: GradScale) -> Iterator[None]:
-        """Give the parameters that this rank owns their values and gradients; write the new values to the shards.
-
-        The gradients are unscaled and clipped; the stored ones are not. All ranks call it together.
-        """
+    def with_grads(self) -> list[WholeParam]:
+        """Return the parameters that have a gradient on some rank: the same on all ranks."""
         flat_grads = self._engine.gradients.flat_grads
-        stepped = [
+        return [
             param
             for param in self.params
             if flat_grads[param.flat].has_shard and flat_grads[param.flat].is_param_used[param.index]
         ]
-        if not stepped:
-            yield
-            return
-        self._engine.gradients.wait_offloaded()
-        by_dtype = {dtype: [p for p in stepped if p.dtype == dtype] for dtype in {p.dtype: None for p in stepped}}
+
+    def split_batches(self, params: Sequence[WholeParam]) -> list[list[WholeParam]]:
+        """Split parameters into batches of one exchange each, the same on all ranks."""
+        max_numel = self._engine.context.config.bucket_size // 2  # a value and a gradient for each element
+        batches = split_batches([param.owner for param in params], [param.numel for param in params], max_numel)
+        return [[params[index] for index in batch] for batch in batches]
+
+    def copy_offloaded_masters(self) -> None:
+        """Copy master weights that a step has updated in their tier to the compute parameters."""
+        flats = dict.fromkeys(p.flat for p in self.params if p.flat.spec.tier_placement.has_offloaded_optimizer)
+        self._engine.state_guard.copy_masters(flats)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, params: Sequence[WholeParam], grad_scale: GradScale | None) -> Iterator[None]:
+        """Give the parameters that this rank owns their values and gradients; write the new values to the shards.
+
+        The gradients are unscaled and clipped. None: without gradients. All ranks call it together.
+        """
+        batches, owned, tracker = self.split_batches(params), self.owned(params), self._engine.context.tracker
+        nbytes = 0
         try:
-            for dtype, params in by_dtype.items():
-                self._gather(params, dtype)
-            gradients = [p.parameter.grad for p in self.owned(stepped) if p.parameter.grad is not None]
-            for factor in grad_scale.factors:
-                self._engine.gradients.scaling.multiply(gradients, factor)
+            for batch in batches:
+                gathered_bytes = self._gather(batch, has_grads=grad_scale is not None)
+                nbytes += gathered_bytes
+                tracker.add("step", gathered_bytes)
+            if grad_scale is not None and grad_scale.factors:
+                self._scale_gradients(params, grad_scale)
+            self.states.load(owned)
             yield
-            for dtype, params in by_dtype.items():
-                self._scatter(params, dtype)
+            self.states.store(owned)
+            for batch in batches:
+                self._scatter(batch)
         finally:
-            for param in self.owned(stepped):
+            for param in owned:
                 param.drop_values()
+            tracker.add("step", -nbytes)
+
+    def _scale_gradients(self, params: Sequence[WholeParam], grad_scale: GradScale) -> None:
+        """Unscale and clip the gradients of the owned parameters: copies, or the stored gradients themselves."""
+        scaling = self._engine.gradients.scaling
+        for factor in grad_scale.factors:
+            scaling.multiply([p.parameter.grad for p in self.owned(params) if p.parameter.grad is not None], factor)
+        stored: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        for (param, is_grad), (_, parts) in self._shards(params, has_grads=True).items():
+            gradient = param.parameter.grad
+            if is_grad and parts:
+                is_stored = gradient is not None and gradient.data_ptr() == parts[0].data_ptr()
+                (stored if is_stored else copied).extend(parts)
+        if stored:
+            scaling.clear_norms()
+            if grad_scale.inv_scale is not None:  # later readers expect scaled values, as in all others
+                scaling.defer(stored, 1 / grad_scale.inv_scale)
         if grad_scale.clip_coef is not None:
-            shards = [shard for param in stepped for shard in _grad_shards(flat_grads[param.flat], param)]
-            self._engine.gradients.scaling.defer(shards, grad_scale.clip_coef)
+            scaling.defer(copied, grad_scale.clip_coef)
 
-    def _gather(self, params: list[WholeParam], dtype: torch.dtype) -> None:
-        flat_grads = self._engine.gradients.flat_grads
-        by_owner = [[param for param in params if param.owner == rank] for rank in range(self._axis.size)]
-        sent = [
-            [
-                *(shard for param in owned for shard in _grad_shards(flat_grads[param.flat], param)),
-                *(shard for param in owned for shard in _value_shards(param)),
-            ]
-            for owned in by_owner
-        ]
-        owned = by_owner[self._axis.rank]
-        gradients, values = (
-            [torch.empty(param.numel, dtype=dtype, device=self._engine.comm.device) for param in owned]
-            for _ in range(2)
+    def _gather(self, params: list[WholeParam], has_grads: bool) -> int:
+        """Give the owned parameters their values and gradients; return the bytes that these take."""
+        self._engine.gradients.wait_offloaded()
+        shards = self._shards(params, has_grads)
+        if self._axis.size == 1:
+            return sum([self._set_joined(*key, run.parts) for key, run in shards.items()])
+        ranks = range(self._axis.size)
+        owned = [(*key, run.dtype) for key, run in shards.items() if key[0].owner == self._axis.rank]
+        received_bytes = [sum(run_bytes(param.numel_on(rank), dtype) for param, _, dtype in owned) for rank in ranks]
+        buffer = self._exchange(self._by_owner(shards), received_bytes)
+        wholes = [torch.empty(param.numel, dtype=param.dtype, device=buffer.device) for param, _, _ in owned]
+        nbytes = sum(whole.nbytes for whole in wholes)
+        self._engine.context.tracker.record_transient("step", buffer.nbytes + nbytes)
+        places = [(*entry, whole) for entry, whole in zip(owned, wholes, strict=True)]
+        _unpack(
+            buffer, [Run(dtype, param.views_of(whole, rank)) for rank in ranks for param, _, dtype, whole in places]
         )
-        received = [[*_views(owned, gradients, rank), *_views(owned, values, rank)] for rank in range(self._axis.size)]
-        self._exchange(sent, received, dtype)
-        for param, value, gradient in zip(owned, values, gradients, strict=True):
-            param.set_values(param.shape_as_param(value), param.shape_as_param(gradient))
+        for param, is_grad, _, whole in places:
+            param.set_tensor(whole, is_grad)
+        return nbytes
 
-    def _scatter(self, params: list[WholeParam], dtype: torch.dtype) -> None:
-        owned = self.owned(params)
-        values = [param.flat.flatten(param.parameter.data, param.index) for param in owned]
-        sent = [_views(owned, values, rank) for rank in range(self._axis.size)]
-        received = [
-            [shard for param in params if param.owner == rank for shard in _value_shards(param)]
+    def _set_joined(self, param: WholeParam, is_grad: bool, parts: list[torch.Tensor]) -> int:
+        """Set values or gradient to a view of the parts, or a copy if they are apart; return the bytes of the copy."""
+        device, numels = self._engine.comm.device, [part.numel() for part in parts]
+        if parts and parts[0].dtype == param.dtype and parts[0].device == device and _are_adjacent(parts):
+            param.set_tensor(parts[0].as_strided((param.numel,), (1,)), is_grad)
+            return 0
+        joined = torch.empty(param.numel, dtype=param.dtype, device=device)
+        _copy(list(torch.split(joined, numels)), parts)
+        param.set_tensor(joined, is_grad)
+        return joined.nbytes
+
+    def _scatter(self, params: list[WholeParam]) -> None:
+        """Write the new values of the owned parameters to the shards on all ranks."""
+        shards = self._shards(params, has_grads=False)
+        values = [(param, param.flat_values()) for param in self.owned(params)]
+        if self._axis.size == 1:
+            for (_, value), (_, parts) in zip(values, shards.values(), strict=True):
+                if parts and parts[0].data_ptr() != value.data_ptr():  # else it was updated in place
+                    _copy(parts, list(torch.split(value, [part.numel() for part in parts])))
+            return
+        sent = [
+            [Run(param.dtype, param.views_of(value, rank)) for param, value in values]
             for rank in range(self._axis.size)
         ]
-        self._exchange(sent, received, dtype)
+        received = self._by_owner(shards)
+        buffer = self._exchange(sent, [sum(run.nbytes for run in runs) for runs in received])
+        _unpack(buffer, [run for runs in received for run in runs])
 
-    def _exchange(self, sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
-        """Send tensors to each rank of the shard axis, and receive tensors from each; both lists are by rank."""
-        comm = self._engine.comm
-        send_numels, receive_numels = (
-            [sum(tensor.numel() for tensor in tensors) for tensors in by_rank] for by_rank in (sent, received)
+    def _shards(self, params: Sequence[WholeParam], has_grads: bool) -> Shards:
+        """Return this rank's shards of the parameters, from the master weights if there are any, in their tiers."""
+        values: dict[tuple[FlatParam, int], list[torch.Tensor]] = {(param.flat, param.index): [] for param in params}
+        for flat in dict.fromkeys(param.flat for param in params):
+            for index, _, part in flat.owned_slices():
+                if (flat, index) in values:
+                    values[flat, index].append(part)
+        shards: Shards = {}
+        for param in params:
+            shards[param, False] = Run(param.dtype, values[param.flat, param.index])
+            if has_grads:
+                flat_grad = self._engine.gradients.flat_grads[param.flat]
+                shards[param, True] = Run(flat_grad.dtype, [part for _, part in flat_grad.param_shards(param.index)])
+        return shards
+
+    def _by_owner(self, shards: Shards) -> list[list[Run]]:
+        by_owner: list[list[Run]] = [[] for _ in range(self._axis.size)]
+        for (param, _), run in shards.items():
+            by_owner[param.owner].append(run)
+        return by_owner
+
+    def _exchange(self, sent: list[list[Run]], received_bytes: list[int]) -> torch.Tensor:
+        """Send runs to each rank of the shard axis; return a buffer with what each rank has sent, in rank order."""
+        comm, runs = self._engine.comm, [run for by_rank in sent for run in by_rank]
+        sent_bytes = [sum(run.nbytes for run in by_rank) for by_rank in sent]
+        packed, received = (
+            torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device) for sizes in (sent_bytes, received_bytes)
         )
-        send_buffer = torch.empty(sum(send_numels), dtype=dtype, device=comm.device)
-        _copy(_split_like(send_buffer, sent), [tensor for tensors in sent for tensor in tensors])
-        receive_buffer = send_buffer
-        nbytes = send_buffer.nbytes
-        if self._axis.size > 1:
-            receive_buffer = torch.empty(sum(receive_numels), dtype=dtype, device=comm.device)
-            nbytes += receive_buffer.nbytes
-            self._engine.order.check(EXCHANGE_LABEL)
-            comm.all_to_all(receive_buffer, send_buffer, receive_numels, send_numels, EXCHANGE_LABEL).wait()
-        self._engine.context.tracker.record_transient("step", nbytes)
-        _copy([tensor for tensors in received for tensor in tensors], _split_like(receive_buffer, received))
+        _copy(_views_of_runs(packed, runs), [part for run in runs for part in run.parts])
+        self._engine.context.tracker.record_transient("step", packed.nbytes + received.nbytes)
+        self._engine.order.check(EXCHANGE_LABEL)
+        comm.all_to_all(received, packed, received_bytes, sent_bytes, EXCHANGE_LABEL).wait()
+        return received
 
 
-def _grad_shards(flat_grad: FlatGrad, param: WholeParam) -> list[torch.Tensor]:
-    """Return this rank's shards of the parameter's reduced gradient."""
-    return [values for _, values in flat_grad.param_shards(param.index)]
+def run_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a run in the buffer of an exchange.
+
+    >>> run_bytes(5, torch.bfloat16)
+    16
+    """
+    return round_up(numel * dtype.itemsize, ALIGN_BYTES)
 
 
-def _value_shards(param: WholeParam) -> list[torch.Tensor]:
-    """Return this rank's shards of the parameter, in its master weight if it has one."""
-    return [values for index, _, values in param.flat.owned_slices() if index == param.index]
+def _views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
+    """Return a view of the buffer for each part of each run."""
+    views: list[torch.Tensor] = []
+    offset = 0
+    for run in runs:
+        numels = [part.numel() for part in run.parts]
+        views += torch.split(buffer[offset : offset + sum(numels) * run.dtype.itemsize].view(run.dtype), numels)
+        offset += run.nbytes
+    return views
 
 
-def _views(params: list[WholeParam], tensors: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """Return the ranges of flattened whole tensors that a rank has shards of."""
-    return [
-        tensor[elements.slice]
-        for param, tensor in zip(params, tensors, strict=True)
-        for elements in param.rank_ranges(rank)
-    ]
-
-
-def _split_like(buffer: torch.Tensor, tensors_by_rank: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return list(torch.split(buffer, [tensor.numel() for tensors in tensors_by_rank for tensor in tensors]))
+def _unpack(buffer: torch.Tensor, runs: list[Run]) -> None:
+    """Copy the buffer of an exchange to the parts of the runs."""
+    _copy([part for run in runs for part in run.parts], _views_of_runs(buffer, runs))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def _are_adjacent(parts: list[torch.Tensor]) -> bool:
+    return all(is_adjacent(left, right) for left, right in pairwise(parts))
+
+
+class WholeStates:
+    """The optimizer states of whole parameters, and the tiers in which they rest between steps.
+
+    Any tensor with more than one element rests in its parameter's tier, in any container that torch's pytrees know. A
+    tensor subclass, such as a quantized state, rests in host memory instead of on disk.
+    """
+
+    def __init__(self, states: Any, device: torch.device, tiers: TierAllocator) -> None:
+        self._states, self._device, self._tiers = states, device, tiers
+        self._resting: dict[WholeParam, set[int]] = {}  # which leaves of a parameter's states rest in a tier
+        self._buffers: dict[tuple[WholeParam, int], torch.Tensor] = {}  # the memory of these leaves
+
+    def tensors(self, params: list[WholeParam], tier: str | None) -> list[torch.Tensor]:
+        """Return the state tensors of parameters that this rank owns, in all tiers or in one."""
+        found: list[torch.Tensor] = []
+        for param in params:
+            for leaf in tree_flatten(dict(self._states.get(param.parameter, {})))[0]:
+                if torch.is_tensor(leaf):
+                    is_on_host = param.tier == "disk" and not _is_plain(leaf)
+                    if tier in (None, "host" if is_on_host else param.tier):
+                        found += _plain_tensors(leaf)
+        return found
+
+    def load(self, params: list[WholeParam]) -> None:
+        """Copy states that rest in a tier to the device."""
+        for param in params:
+            resting = self._resting.pop(param, None)
+            if resting:
+                leaves, spec = tree_flatten(dict(self._states[param.parameter]))
+                leaves = [
+                    leaf.to(self._device, copy=True) if index in resting else leaf for index, leaf in enumerate(leaves)
+                ]
+                self._states[param.parameter].update(tree_unflatten(leaves, spec))
+
+    def store(self, params: list[WholeParam]) -> None:
+        """Copy states from the device to the tiers in which they rest."""
+        for param in params:
+            state = self._states.get(param.parameter)
+            if param.tier == "device" or not state:
+                continue
+            leaves, spec = tree_flatten(dict(state))
+            moved = {index for index, leaf in enumerate(leaves) if self._is_on_device(leaf)}
+            for index in moved:
+                leaves[index] = self._copy_to_tier(param, index, leaves[index])
+            state.update(tree_unflatten(leaves, spec))
+            self._resting[param] = moved
+
+    def forget(self) -> None:
+        """Forget which states rest in a tier, because all states are replaced."""
+        self._resting.clear()
+
+    def _is_on_device(self, leaf: Any) -> bool:
+        """Return whether a leaf is a tensor on the device, except for step counts and other numbers."""
+        return torch.is_tensor(leaf) and leaf.numel() > 1 and leaf.device == self._device
+
+    def _copy_to_tier(self, param: WholeParam, index: int, leaf: torch.Tensor) -> torch.Tensor:
+        if not _is_plain(leaf):
+            return leaf.to("cpu", copy=True)
+        buffer = self._buffers.get((param, index))
+        if buffer is None or buffer.nbytes != leaf.nbytes:
+            buffer = self._tiers.zeros(None, param.tier, leaf.nbytes, torch.uint8, pinned=True)
+            self._buffers[param, index] = buffer
+        stride = torch.empty_like(leaf, device="meta", memory_format=torch.preserve_format).stride()
+        return buffer.view(leaf.dtype).as_strided(leaf.shape, stride).copy_(leaf.detach())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def _plain_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return a tensor, or the tensors inside a tensor subclass."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in _plain_tensors(getattr(tensor, name))]

@@ -1,0 +1,406 @@
+"""Parameters that an optimizer updates as a whole: the plain run's numbers in every stage, precision, mesh and tier."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import (
+    Skips,
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    full_parameters,
+    make_net,
+    net_loss,
+    run_plain,
+    run_rank,
+    split,
+    train_steps,
+)
+from ranks import run_processes, run_threads, seeded
+from torch import nn
+
+import zeroshard
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's direction at the norm of the parameter; its states are tensors, numbers and a list."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p), norms=[])
+                state["step"] += 1
+                state["norms"] = [*state["norms"][-1:], p.norm() * torch.ones(2)]
+                m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.02)
+                update = m / (v.sqrt() + 1e-2) + 0.01 * p
+                p.sub_(update * (group["lr"] * (p.norm() + 0.1) / (update.norm() + 0.1)))
+
+
+class Blend(torch.optim.Optimizer):
+    """Orthogonalizes matrices in groups with ``ortho``, in the dtype of the parameter; momentum for all others."""
+
+    def __init__(self, groups: Any, lr: float = 0.03) -> None:
+        super().__init__(groups, {"lr": lr, "ortho": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                update = momentum
+                if group["ortho"]:
+                    update = momentum / (momentum.norm() + 0.1)
+                    for _ in range(3):
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
+                p.sub_(update * group["lr"])
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return Lamb([p for p in model.parameters() if p.requires_grad])
+
+
+def lamb_in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Lamb([{"params": [p for p in trained if p.dim() == d], "lr": 0.01 * (d + 1)} for d in (1, 2)])
+
+
+def blend(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in trained if p.dim() == 2 and p.numel()], "ortho": True}
+    return Blend([matrices, {"params": [p for p in trained if p.dim() != 2 or not p.numel()]}])
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for p in model.parameters() if p.numel()], lr=0.03)
+
+
+def matrices_muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2 and p.numel()], lr=0.05)
+
+
+BASE = make_net(blocks=2)
+DATA = batches(4)
+WHOLE: dict[str, Any] = {"elementwise": False}  # not tried, which takes most of the time of these small runs
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
+def test_all_stages_train_like_the_plain_run(make: Any, world: int) -> None:
+    assert_same_training(world, BASE, make, DATA, **WHOLE)
+
+
+@pytest.mark.slow
+def test_whole_and_elementwise_groups_live_in_one_optimizer() -> None:
+    assert_same_training(2, BASE, blend, DATA)
+
+
+def clipped(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    """Two backwards a step, a clip in every other step, gradients set to zero instead of None, and a scheduler."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for number, batch in enumerate(data):
+        for part in (batch, batch.flip(0)):
+            (net_loss(model, part) / 2).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=number > 1)
+        optimizer.param_groups[0]["lr"] *= 1.5
+
+
+def test_accumulation_clipping_groups_and_schedules_change_nothing() -> None:
+    assert_same_training(3, BASE, lamb_in_groups, DATA, clipped, identical=False, **WHOLE)
+
+
+def test_a_hybrid_mesh_trains_like_the_plain_run() -> None:
+    assert_same_training(4, BASE, lamb, DATA, mesh_shape=(2, 2), **WHOLE)
+
+
+@pytest.mark.slow
+def test_gloo_processes_train_like_the_plain_run() -> None:
+    plain = run_plain(BASE, lamb, DATA)
+    for ours in run_processes(3, partial_run, 3):
+        assert_close(ours, plain)
+
+
+def partial_run(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return run_rank(rank, world, BASE, lamb, DATA, stage=3, bucket_size=300, **WHOLE)
+
+
+def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
+    results = []
+    for bucket_size in (100_000, 300):
+
+        def body(rank: int, bucket_size: int = bucket_size) -> Any:
+            model = copy.deepcopy(BASE)
+            model, optimizer = zeroshard.shard(model, adafactor(model), bucket_size=bucket_size)
+            train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA])
+            report = zeroshard.report(model)
+            return full_parameters(model), report.collectives["all-to-all"].count, report.memory["step", "device"].peak
+
+        results.append(run_threads(2, body)[0])
+    assert_equal(results[1][0], results[0][0])
+    assert results[0][1] == 2 and results[1][1] > 2
+    largest = max(p.numel() for p in BASE.parameters())
+    assert results[1][2] <= 4 * 4 * max(300, 2 * largest) < results[0][2]
+
+
+def test_an_exchange_sends_at_most_four_elements_for_each_element_that_a_rank_has() -> None:
+    def body(rank: int) -> Any:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        model, optimizer = zeroshard.shard(model, torch.optim.Adafactor(model.parameters()), stage=2)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        return zeroshard.report(model).collectives["all-to-all"]
+
+    for traffic in run_threads(4, body):
+        assert traffic.count == 2 and traffic.bytes == 3 * 4 * 8 * 64 * 64 // 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: int) -> None:
+    """The same optimizer on whole parameters and on slices sees the same masters and gradients: the same bits."""
+
+    def body(rank: int, elementwise: bool) -> Any:
+        model = copy.deepcopy(BASE)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+        model, optimizer = zeroshard.shard(model, adam, precision="bf16", stage=stage, elementwise=elementwise)
+        for batch in DATA:
+            net_loss(model, split(batch, rank, 2)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}, optimizer.state_dict()
+
+    (whole, states), (flat, flat_states) = (run_threads(2, body, elementwise)[0] for elementwise in (False, True))
+    assert_equal(whole, flat)
+    for number, state in flat_states["state"].items():
+        assert_equal(states["state"][number], state)
+
+
+def overflowing(rank: int, make: Any, options: dict[str, Any], elementwise: bool | None) -> Any:
+    model = copy.deepcopy(BASE)
+    model, optimizer = zeroshard.shard(model, make(model), precision="fp16", elementwise=elementwise, **options)
+    scales = []
+    for number, batch in enumerate(DATA):
+        loss = net_loss(model, split(batch, rank, 2))
+        optimizer.scale(loss * (1e38 if number == 1 and rank == 1 else 1.0)).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(optimizer.loss_scale_state())
+    return {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}, scales
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "host"}], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(options: dict[str, Any]) -> None:
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    runs = [run_threads(2, overflowing, adamw, options, elementwise) for elementwise in (False, True)]
+    for (ours, scales), (wanted, wanted_scales) in zip(*runs, strict=True):
+        assert_equal(ours, wanted)
+        assert scales == wanted_scales and scales[1][0] < scales[0][0]
+
+
+def skips_loss(model: nn.Module, x: torch.Tensor, use: bool) -> torch.Tensor:
+    loss: torch.Tensor = model(x, use).square().mean()
+    return loss
+
+
+def uses_in_turn(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for number, x in enumerate(data):
+        skips_loss(model, x, use=number % 2 == 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_parameter_without_gradient_is_not_stepped(world: int) -> None:
+    with seeded(0):
+        base, data = Skips(), [torch.randn(6, 16) for _ in range(4)]
+    assert_same_training(world, base, lamb, data, uses_in_turn, **WHOLE)
+
+
+def test_a_parameter_that_one_rank_uses_is_stepped() -> None:
+    with seeded(0):
+        base, x = Skips(), torch.randn(4, 16)
+    plain = copy.deepcopy(base)
+    optimizer = lamb(plain)
+    sum(skips_loss(plain, part, use=rank == 1) / 2 for rank, part in enumerate(x.chunk(2))).backward()  # type: ignore[union-attr]
+    optimizer.step()
+
+    def body(rank: int, stage: int) -> Any:
+        model = copy.deepcopy(base)
+        model, ours = zeroshard.shard(model, lamb(model), stage=stage, **WHOLE)
+        skips_loss(model, x.chunk(2)[rank], use=rank == 1).backward()
+        ours.step()
+        return full_parameters(model)
+
+    for stage in (0, 1, 2):  # in stage 3 all ranks use the same units
+        for parameters in run_threads(2, body, stage):
+            assert_close(parameters, dict(plain.named_parameters()))
+
+
+class Tied(nn.Module):
+    """A tied embedding, a frozen layer, a convolution in channels-last order, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.conv = nn.Conv2d(2, 2, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.transposed = nn.Parameter(torch.randn(5, 8).t() * 0.3)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embedding(tokens))
+        x = x + self.conv(x.view(-1, 2, 1, 4)).reshape(x.shape) + x @ self.transposed @ self.transposed.t()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_tied_frozen_channels_last_and_transposed_parameters() -> None:
+    with seeded(0):
+        base = Tied()
+    assert not base.transposed.is_contiguous() and not base.conv.weight.is_contiguous()
+    assert_same_training(2, base, lamb, DATA, bucket_size=128, **WHOLE)
+
+
+def added_later(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    train_steps(model, optimizer, data[:2])
+    optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.05})  # type: ignore[union-attr]
+    train_steps(model, optimizer, data[2:])
+
+
+def test_a_group_added_later_is_stepped() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Lamb([p for name, p in model.named_parameters() if "head" not in name])
+
+    assert_same_training(2, BASE, make, DATA, added_later, **WHOLE)
+
+
+@pytest.mark.slow
+def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
+    """It computes in bf16, where a last bit of a gradient may show: the plain run gets the sharded run's gradients."""
+
+    def body(rank: int, stage: int) -> None:
+        model = nn.Sequential(nn.Linear(12, 20, bias=False), nn.Tanh(), nn.Linear(20, 7, bias=False))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+        plain = copy.deepcopy(model)
+        wanted = torch.optim.Muon(plain.parameters(), lr=0.05, weight_decay=0.1)
+        model, optimizer = zeroshard.shard(model, torch.optim.Muon(model.parameters(), lr=0.05), stage=stage)
+        for group in wanted.param_groups:
+            group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
+        for step in range(4):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            for name, p in plain.named_parameters():
+                p.grad = zeroshard.full_gradient(model, name).clone()
+            optimizer.step()
+            wanted.step()
+            optimizer.zero_grad()
+            assert_equal(full_parameters(model), dict(plain.named_parameters()))
+
+    for stage in range(4):
+        run_threads(3, body, stage)
+
+
+# ------------------------------------------------------------------------------------------------------------- tiers
+
+
+def tiered(rank: int, world: int, make: Any, offload: Any, options: dict[str, Any]) -> Any:
+    model = copy.deepcopy(BASE)
+    model, optimizer = zeroshard.shard(model, make(model), offload=offload, **options)
+    for number, batch in enumerate(DATA):
+        net_loss(model, split(batch, rank, world)).backward()
+        if number == 2:
+            optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = {tier: held.now for (kind, tier), held in zeroshard.report(model).memory.items() if "optim" in kind}
+    full = {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}
+    return full, optimizer.state_dict()["state"], states
+
+
+def assert_same_states(ours: Any, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        assert ours.keys() == wanted.keys()
+        for key in wanted:
+            assert_same_states(ours[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(ours) == len(wanted)
+        for one, other in zip(ours, wanted, strict=True):
+            assert_same_states(one, other)
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(ours, wanted)
+    else:
+        assert ours == wanted
+
+
+@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "precision": "bf16", "bucket_size": 300}], ids=str)
+def test_states_rest_in_a_tier_and_give_the_same_bits(
+    make: Any, world: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, **WHOLE}
+    wanted = run_threads(world, tiered, world, make, None, options)
+    disk = {"optimizer": "disk", "directory": str(tmp_path)}
+    half: dict[str, Any] = {"optimizer": {"host": 0.5, "disk": 0.25}, "directory": str(tmp_path)}
+    half |= {"parameters": "host"} if options["stage"] == 3 else {}
+    for offload in ("host", disk, half):
+        ours = run_threads(world, tiered, world, make, offload, options)
+        for (parameters, states, held), (full, full_states, on_device) in zip(ours, wanted, strict=True):
+            assert_equal(parameters, full)
+            assert_same_states(states, full_states)
+            assert sum(held.values()) == sum(on_device.values()) > 0
+            if offload is not half:
+                assert held.get("device", 0) == 0
+            else:
+                assert all(held.get(tier) for tier in ("device", "host", "disk")) or world > 1
+
+
+@pytest.mark.slow
+def test_whole_and_elementwise_groups_share_a_tier(tmp_path: Path) -> None:
+    wanted = run_threads(2, tiered, 2, blend, None, {"stage": 3})
+    for offload in ("host", {"optimizer": "disk", "directory": str(tmp_path)}):
+        for ours, plain in zip(run_threads(2, tiered, 2, blend, offload, {"stage": 3}), wanted, strict=True):
+            assert_equal(ours[0], plain[0])
+            assert_same_states(ours[1], plain[1])
+
+
+def test_offload_states_moves_the_states_of_owners() -> None:
+    def body(rank: int) -> None:
+        model = copy.deepcopy(BASE)
+        model, optimizer = zeroshard.shard(model, lamb(model), stage=2, **WHOLE)
+        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        before = copy.deepcopy(optimizer.state_dict())
+        tensors = [value for state in optimizer.inner.state.values() for value in (state["m"], *state["norms"])]
+        zeroshard.offload_states(model)
+        assert all(tensor.untyped_storage().size() == 0 for tensor in tensors)
+        assert zeroshard.report(model).total.now == 0
+        zeroshard.reload_states(model)
+        assert_same_states(optimizer.state_dict()["state"], before["state"])
+        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[2:]])
+        assert_close(full_parameters(model), run_plain(BASE, lamb, DATA))
+
+    run_threads(2, body)
