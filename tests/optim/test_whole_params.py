@@ -24,8 +24,10 @@ from plain import (
 )
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from zeroshard.models import GPT, GPTConfig
 
 
 class Lamb(torch.optim.Optimizer):
@@ -404,3 +406,75 @@ def test_offload_states_moves_the_states_of_owners() -> None:
         assert_close(full_parameters(model), run_plain(BASE, lamb, DATA))
 
     run_threads(2, body)
+
+
+# ------------------------------------------------------------------------------------------------------- tensor axis
+
+
+def make_gpt() -> GPT:
+    with seeded(0):
+        return GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
+
+
+def gpt_loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for number, ids in enumerate(data):
+        model(ids, ids).backward()
+        if number == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_divided(rank: int, shape: tuple[int, ...], data: list[torch.Tensor], options: dict[str, Any]) -> Any:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor")[-len(shape) :])
+    model = make_gpt()
+    model, optimizer = zeroshard.shard(model, lamb(model), mesh=mesh, timeout=20, **options, **WHOLE)
+    tensor, world = shape[-1], torch.Size(shape).numel()
+    gpt_loop(model, optimizer, [split(ids, rank // tensor, world // tensor) for ids in data])
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 2), {"stage": 0}),
+        ((2, 2), {"stage": 3, "bucket_size": 200}),
+        ((1, 2), {"stage": 2, "offload": "host"}),
+        ((2, 1, 2), {"stage": 1}),
+    ],
+)
+def test_a_parameter_that_is_divided_over_the_tensor_axis_is_put_together(shape: Any, options: Any) -> None:
+    plain = make_gpt()
+    optimizer = lamb(plain)
+    gpt_loop(plain, optimizer, DATA)
+
+    def body(rank: int) -> Any:
+        model, ours = train_divided(rank, shape, DATA, options)
+        assert len(ours.tp_whole_names) > 3
+        full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return full, ours.state_dict()["state"]
+
+    for parameters, states in run_threads(torch.Size(shape).numel(), body):
+        assert_close(parameters, {name: p.detach() for name, p in plain.named_parameters()})
+        for number, state in optimizer.state_dict()["state"].items():
+            assert_close({k: states[number][k] for k in ("m", "v")}, {k: state[k] for k in ("m", "v")})
+            assert len(states[number]["norms"]) == 2 and states[number]["step"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [((2, 2), 1), ((1, 2), 3), ((3, 1), 2)], ids=str)
+def test_states_of_divided_parameters_are_saved_and_loaded_in_any_mesh(there: Any, tmp_path: Path) -> None:
+    def save(rank: int, shape: Any, stage: int) -> Any:
+        model, optimizer = train_divided(rank, shape, DATA[:2], {"stage": stage})
+        zeroshard.save(tmp_path / "saved", model, optimizer)
+        return optimizer.state_dict()["state"]
+
+    def load(rank: int, shape: Any, stage: int) -> Any:
+        model, optimizer = train_divided(rank, shape, DATA[2:3], {"stage": stage})
+        zeroshard.load(tmp_path / "saved", model, optimizer)
+        return optimizer.state_dict()["state"]
+
+    for saved_in, loaded_in in ((((2, 2), 2), there), (there, ((2, 2), 0))):
+        wanted = run_threads(torch.Size(saved_in[0]).numel(), save, *saved_in)[0]
+        for states in run_threads(torch.Size(loaded_in[0]).numel(), load, *loaded_in):
+            assert_same_states(states, wanted)

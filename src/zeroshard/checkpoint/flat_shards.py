@@ -215,6 +215,8 @@ class LocalTensor(TensorSpec):
     shards: list[Shard] = field(default_factory=list)
     is_stable_until_step: bool = False
     """Whether only an optimizer step changes the tensor, so that it can be read until the next step."""
+    is_on_all_tp_ranks: bool = False
+    """Whether every rank of the tensor axis has the full tensor, though the parameter is divided."""
 
     @classmethod
     def from_full_tensor(cls, name: str, tensor: torch.Tensor) -> LocalTensor:

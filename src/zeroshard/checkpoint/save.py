@@ -228,11 +228,13 @@ def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
     axis = engine.comm.tensor_axis
     loads = {True: [0] * axis.size, False: [0] * axis.size}
     written_elsewhere: set[str] = set()  # parameters that another tensor rank writes
+    state_writers: dict[str, int] = {}  # of divided parameters, if every tensor rank has their full states
     members = [(flat, index) for unit in engine.units for flat in unit.flats for index in range(len(flat.names))]
     members.sort(key=lambda member: member[0].tp_shards[member[1]] is None)  # tensor-parallel ones first
     for flat, index in members:
         load, tp_shard = loads[flat.spec.is_trainable], flat.tp_shards[index]
         if tp_shard is not None:
+            state_writers[flat.names[index]] = len(state_writers) % axis.size
             for rank in range(axis.size):
                 load[rank] += tp_shard.shape_on_rank(rank).numel() * flat.dtype.itemsize
             continue
@@ -242,7 +244,9 @@ def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
             written_elsewhere.add(flat.names[index])
     for fqn, local in tensors.items():
         kind, _, name = fqn.partition("/")
-        if (name.rpartition("/")[0] if kind == "optimizer" else name) in written_elsewhere:
+        param_name = name.rpartition("/")[0] if kind == "optimizer" else name
+        is_state_elsewhere = local.is_on_all_tp_ranks and state_writers[param_name] != axis.rank
+        if param_name in written_elsewhere or is_state_elsewhere:
             tensors[fqn] = replace(local, shards=[])
 
 

@@ -113,7 +113,15 @@ class ShardedTrainState(TrainState):
     def optimizer_states(self) -> dict[str, LocalTensor]:
         self._engine.state_guard.wait_updates()
         tensors: dict[str, LocalTensor] = {}
-        for name, key, element_range, values in self._optimizer.local_states() if self._optimizer is not None else ():
+        if self._optimizer is None:
+            return tensors
+        full_names = self._optimizer.tp_whole_names
+        for name, key, element_range, values in self._optimizer.local_states():
+            if name in full_names:
+                shape, _ = self._specs[name]
+                local = tensors[f"{name}/{key}"] = LocalTensor.from_full_tensor(name, values.view(shape))
+                local.is_stable_until_step = local.is_on_all_tp_ranks = True
+                continue
             local = tensors.setdefault(f"{name}/{key}", self._local_tensor(name, values.dtype, is_stable=True))
             if element_range.numel:
                 local.shards.append((element_range.shift(self._tp_starts[name]), values))

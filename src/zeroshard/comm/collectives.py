@@ -124,6 +124,11 @@ class Communicator:
         start = partial(_all_gather, output, shard, group=axis.group, async_op=True)
         return self._start(start, kind, output.nbytes, what)
 
+    def all_gather_tp_shards(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
+        """All-gather every tensor rank's ``shard`` into ``output``, in rank order."""
+        start = partial(_all_gather, output, shard, group=self.tensor_axis.group, async_op=True)
+        return self._start(start, "all-gather", output.nbytes, what)
+
     def reduce_scatter(
         self, shard: torch.Tensor, packed: torch.Tensor, what: str, received: torch.Tensor | None = None
     ) -> CollectiveWork:

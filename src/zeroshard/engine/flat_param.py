@@ -73,10 +73,6 @@ class FlatMetadata:
             ).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def empty_param(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor with the shape and strides of parameter ``index``."""
-        return torch.empty_strided(self.shapes[index], self.strides[index], dtype=dtype, device=self.device)
-
     def tp_sharded_ranges(self) -> list[Range]:
         """Return the ranges of this rank's shard that are not replicated over the tensor axis."""
         ranges: list[Range] = []

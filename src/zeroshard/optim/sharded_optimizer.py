@@ -290,8 +290,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         described = self._states.describe([name], f"read the optimizer's state of {name!r}")
         return self._states.full(described)[name]
 
+    @property
+    def tp_whole_names(self) -> set[str]:
+        """The parameters that are divided over the tensor axis and updated as a whole: see [Note: whole parameters]."""
+        return {param.name for param in self._groups.whole.params if param.tp_shard is not None}
+
     def local_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
-        """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
+        """Yield every elementwise state on this rank: see :meth:`OptimizerStates.local`."""
         return self._states.local()
 
     def local_scalars(self) -> dict[str, dict[str, Any]]:

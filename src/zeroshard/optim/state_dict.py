@@ -134,27 +134,28 @@ class OptimizerStates:
             found[name] = [(states, *place) for place in _owned_param_ranges(*find_parameter(self._engine.units, name))]
         for param in self._groups.whole.owned():
             if param.name in found:
-                found[param.name].append((self._flat_whole_states(param), Range(0, param.numel), 0))
+                flattened = {key: param.flatten(value) for key, value in self._whole_states(param).items()}
+                found[param.name].append((flattened, Range(0, param.numel), 0))
         for slice_ in self._groups.all_slices:
             for flat, parameter, within, at in slice_.param_ranges():
                 if flat.names[parameter] in found:
                     found[flat.names[parameter]].append((self._states[slice_.parameter], within, at))
         return found
 
-    def _flat_whole_states(self, param: WholeParam) -> dict[str, torch.Tensor]:
-        """Return the elementwise states of a parameter that this rank owns, flattened like the parameter."""
+    def _whole_states(self, param: WholeParam) -> dict[str, torch.Tensor]:
+        """Return the elementwise states of a parameter that this rank owns."""
         states = self._states.get(param.parameter, {})
-        return {
-            key: param.flat.flatten(value, param.index)
-            for key, value in states.items()
-            if is_elementwise(key, value, param.parameter.shape)
-        }
+        return {key: value for key, value in states.items() if is_elementwise(key, value, param.parameter.shape)}
 
     def local(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
-        """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
+        """Yield (parameter name, state key, range, values) for every elementwise state on this rank.
+
+        Those of :attr:`ShardedOptimizer.tp_whole_names` are full tensors, in the order of a contiguous parameter.
+        """
         for param in self._groups.whole.owned():
-            for key, value in self._flat_whole_states(param).items():
-                yield param.name, key, Range(0, param.numel), value
+            for key, value in self._whole_states(param).items():
+                flattened = param.flatten(value) if param.tp_shard is None else value.reshape(-1)
+                yield param.name, key, Range(0, flattened.numel()), flattened
         for name, frozen in self._groups.frozen_states.items():
             ranges = _owned_param_ranges(*find_parameter(self._engine.units, name))
             for key, value in frozen.elementwise.items():
@@ -204,10 +205,14 @@ class OptimizerStates:
             return
         self.allocate(describe_full_states(states, self._full_shapes()))
         places = {name: (f, i) for unit in self._engine.units for f in unit.flats for i, name in enumerate(f.names)}
+        whole_names = {param.name for param in self._groups.whole.params}
+        for param in self._groups.whole.owned():
+            for key, value in self._whole_states(param).items():
+                value.copy_(states[param.name][key])
         for name, key, within, values in self.local():
             flat, index = places[name]
             full_state: Any = states.get(name, {}).get(key)
-            if is_elementwise(key, full_state, flat.full_shapes[index]):
+            if name not in whole_names and is_elementwise(key, full_state, flat.full_shapes[index]):
                 values.copy_(_flatten_local_state(full_state, flat, index)[within.slice])
 
     def allocate(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -234,7 +239,7 @@ class OptimizerStates:
                         self._states[slice_.parameter][key] = new_state
         self._groups.whole.states.forget()
         for param in self._groups.whole.owned() if self._groups.whole.params else ():
-            on_device, example = self._is_on_device(param.name), param.flat.empty_param(param.index, param.dtype)
+            on_device, example = self._is_on_device(param.name), param.empty()
             for key, value in states.get(param.name, {}).items():
                 self._states[param.parameter][key] = _allocate_whole(key, value, example, on_device)
             self._groups.whole.states.store([param])

@@ -16,6 +16,10 @@ parameter first, each to the rank with the least so far. Replicas (the outer axi
 they each have a copy of every other state. If the shard axis has one rank (stage 0, or one rank in all), it owns
 everything, nothing is sent, and the optimizer steps views of the stored values.
 
+A parameter that is divided over a tensor axis is put together: its owners, one on each tensor rank, exchange their TP
+shards in one all-gather more, compute the same update, and keep their shard of the new value. So their states are
+replicated over the tensor axis.
+
 The exchange moves values as they are, so all stages compute with the same bits, and the owner's optimizer sees what the
 plain run's would see: parameters of the true shape, with a gradient or None.
 
@@ -49,8 +53,10 @@ from zeroshard.engine import Engine, FlatParam, GradScale
 from zeroshard.memory import TierAllocator
 from zeroshard.optim.slices import is_adjacent
 from zeroshard.sharding import Range, round_up
+from zeroshard.tensor_parallel import TPShard
 
 EXCHANGE_LABEL = "exchange whole parameters"
+TENSOR_AXIS_LABEL = "gather TP shards of whole parameters"
 ALIGN_BYTES = 16  # of each run in the buffer of an exchange
 
 
@@ -103,7 +109,7 @@ class WholeParam:
 
     def __post_init__(self) -> None:
         placeholder = self.flat.placeholder(torch.Size()).to(self.dtype)
-        self._placeholder = placeholder.expand(self.flat.shapes[self.index])  # takes no memory
+        self._placeholder = placeholder.expand(self.flat.full_shapes[self.index])  # takes no memory
         self.parameter = nn.Parameter(self._placeholder)
 
     @property
@@ -112,7 +118,13 @@ class WholeParam:
 
     @property
     def numel(self) -> int:
+        """The number of elements, of this rank's TP shard if it has one."""
         return self.flat.layout.numels[self.index]
+
+    @property
+    def tp_shard(self) -> TPShard | None:
+        """How it is divided over the tensor axis; None: not at all."""
+        return self.flat.tp_shards[self.index]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,17 +156,20 @@ class WholeParam:
         """Return the ranges of the flattened parameter that a rank of the shard axis has."""
         return [flattened[elements.slice] for elements in self.ranges_by_rank[rank]]
 
-    def set_tensor(self, flattened: torch.Tensor, is_grad: bool) -> None:
-        """Set the parameter's values or gradient, given in the order of the flat."""
-        tensor = flattened.as_strided(self.flat.shapes[self.index], self.flat.strides[self.index])
-        if is_grad:
-            self.parameter.grad = tensor
-        else:
-            self.parameter.data = tensor
+    def shape_as_param(self, flattened: torch.Tensor) -> torch.Tensor:
+        """View its elements, or those of its TP shard, in their shape and strides."""
+        return flattened.as_strided(self.flat.shapes[self.index], self.flat.strides[self.index])
 
-    def flat_values(self) -> torch.Tensor:
-        """Return the parameter's values, in the order of the flat."""
-        return self.flat.flatten(self.parameter.data, self.index)
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a tensor of its shape, or those of its TP shard, in the order of the flat."""
+        return self.flat.flatten(tensor if self.tp_shard is None else self.tp_shard.slice(tensor), self.index)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor with the shape and strides that the parameter has in a step."""
+        shape, stride = self.flat.shapes[self.index], self.flat.strides[self.index]
+        if self.tp_shard is not None:
+            return torch.empty(self.tp_shard.full_shape, dtype=self.dtype, device=self.flat.device)
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.flat.device)
 
     def drop_values(self) -> None:
         """Leave the parameter its shape only."""
@@ -173,7 +188,9 @@ class Run(NamedTuple):
         return run_bytes(sum(part.numel() for part in self.parts), self.dtype)
 
 
-Shards = dict[tuple[WholeParam, bool], Run]  # this rank's shards of values and, with True, of gradients
+Key = tuple[WholeParam, bool]  # a parameter, and whether its gradient is meant, not its values
+Shards = dict[Key, Run]  # this rank's shards
+Wholes = dict[Key, torch.Tensor]
 
 
 class WholeParams:
@@ -183,6 +200,7 @@ class WholeParams:
         self._engine = engine
         self._axis = engine.comm.shard_axis
         self._loads = [0] * self._axis.size  # elements by owner
+        self._held_bytes = 0  # of values and gradients that are gathered now
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
 
@@ -190,7 +208,7 @@ class WholeParams:
         """Assign owners to the named parameters; return those that this rank owns."""
         places = {name: (flat, i) for flat in self._engine.gradients.flat_grads for i, name in enumerate(flat.names)}
         found = [places[name] for name in names if name in places]
-        owners = assign_owners([flat.layout.numels[index] for flat, index in found], self._loads)
+        owners = assign_owners([flat.full_shapes[index].numel() for flat, index in found], self._loads)
         added = [WholeParam(flat, index, owner) for (flat, index), owner in zip(found, owners, strict=True)]
         self.params += added
         return self.owned(added)
@@ -211,7 +229,8 @@ class WholeParams:
     def split_batches(self, params: Sequence[WholeParam]) -> list[list[WholeParam]]:
         """Split parameters into batches of one exchange each, the same on all ranks."""
         max_numel = self._engine.context.config.bucket_size // 2  # a value and a gradient for each element
-        batches = split_batches([param.owner for param in params], [param.numel for param in params], max_numel)
+        numels = [param.parameter.numel() for param in params]
+        batches = split_batches([param.owner for param in params], numels, max_numel)
         return [[params[index] for index in batch] for batch in batches]
 
     def copy_offloaded_masters(self) -> None:
@@ -227,13 +246,10 @@ class WholeParams:
 
         The gradients are unscaled and clipped. None: without gradients. All ranks call it together.
         """
-        batches, owned, tracker = self.split_batches(params), self.owned(params), self._engine.context.tracker
-        nbytes = 0
+        batches, owned = self.split_batches(params), self.owned(params)
         try:
             for batch in batches:
-                gathered_bytes = self._gather(batch, has_grads=grad_scale is not None)
-                nbytes += gathered_bytes
-                tracker.add("step", gathered_bytes)
+                self._gather(batch, has_grads=grad_scale is not None)
             if grad_scale is not None and grad_scale.factors:
                 self._scale_gradients(params, grad_scale)
             self.states.load(owned)
@@ -244,7 +260,7 @@ class WholeParams:
         finally:
             for param in owned:
                 param.drop_values()
-            tracker.add("step", -nbytes)
+            self._free(self._held_bytes)
 
     def _scale_gradients(self, params: Sequence[WholeParam], grad_scale: GradScale) -> None:
         """Unscale and clip the gradients of the owned parameters: copies, or the stored gradients themselves."""
@@ -265,42 +281,84 @@ class WholeParams:
         if grad_scale.clip_coef is not None:
             scaling.defer(copied, grad_scale.clip_coef)
 
-    def _gather(self, params: list[WholeParam], has_grads: bool) -> int:
-        """Give the owned parameters their values and gradients; return the bytes that these take."""
+    def _gather(self, params: Sequence[WholeParam], has_grads: bool) -> None:
+        """Give the owned parameters their values and gradients."""
         self._engine.gradients.wait_offloaded()
         shards = self._shards(params, has_grads)
-        if self._axis.size == 1:
-            return sum([self._set_joined(*key, run.parts) for key, run in shards.items()])
-        ranks = range(self._axis.size)
-        owned = [(*key, run.dtype) for key, run in shards.items() if key[0].owner == self._axis.rank]
-        received_bytes = [sum(run_bytes(param.numel_on(rank), dtype) for param, _, dtype in owned) for rank in ranks]
-        buffer = self._exchange(self._by_owner(shards), received_bytes)
-        wholes = [torch.empty(param.numel, dtype=param.dtype, device=buffer.device) for param, _, _ in owned]
-        nbytes = sum(whole.nbytes for whole in wholes)
-        self._engine.context.tracker.record_transient("step", buffer.nbytes + nbytes)
-        places = [(*entry, whole) for entry, whole in zip(owned, wholes, strict=True)]
-        _unpack(
-            buffer, [Run(dtype, param.views_of(whole, rank)) for rank in ranks for param, _, dtype, whole in places]
-        )
-        for param, is_grad, _, whole in places:
-            param.set_tensor(whole, is_grad)
-        return nbytes
+        wholes = self._join(shards) if self._axis.size == 1 else self._receive(shards)
+        divided = {key: whole for key, whole in wholes.items() if key[0].tp_shard is not None}
+        tensors = {key: key[0].shape_as_param(whole) for key, whole in wholes.items() if key not in divided}
+        if any(param.tp_shard is not None for param in params):
+            self._engine.order.check(TENSOR_AXIS_LABEL)  # also on ranks that own none of these
+        for (param, is_grad), tensor in (tensors | (self._gather_tp_shards(divided) if divided else {})).items():
+            if is_grad:
+                param.parameter.grad = tensor
+            else:
+                param.parameter.data = tensor
 
-    def _set_joined(self, param: WholeParam, is_grad: bool, parts: list[torch.Tensor]) -> int:
-        """Set values or gradient to a view of the parts, or a copy if they are apart; return the bytes of the copy."""
-        device, numels = self._engine.comm.device, [part.numel() for part in parts]
-        if parts and parts[0].dtype == param.dtype and parts[0].device == device and _are_adjacent(parts):
-            param.set_tensor(parts[0].as_strided((param.numel,), (1,)), is_grad)
-            return 0
-        joined = torch.empty(param.numel, dtype=param.dtype, device=device)
-        _copy(list(torch.split(joined, numels)), parts)
-        param.set_tensor(joined, is_grad)
-        return joined.nbytes
+    def _join(self, shards: Shards) -> Wholes:
+        """Return the flattened tensors of a single rank: views of the shards, or copies if the parts are apart."""
+        device, wholes = self._engine.comm.device, {}
+        for (param, is_grad), (_, parts) in shards.items():
+            if parts and parts[0].dtype == param.dtype and parts[0].device == device and _are_adjacent(parts):
+                wholes[param, is_grad] = parts[0].as_strided((param.numel,), (1,))
+                continue
+            wholes[param, is_grad] = joined = self._allocate((param.numel,), param.dtype)
+            _copy(list(torch.split(joined, [part.numel() for part in parts])), parts)
+        return wholes
+
+    def _receive(self, shards: Shards) -> Wholes:
+        """Return the flattened tensors of the parameters that this rank owns, from the shards of all ranks."""
+        ranks = range(self._axis.size)
+        owned = {key: run.dtype for key, run in shards.items() if key[0].owner == self._axis.rank}
+        sizes = [sum(run_bytes(param.numel_on(rank), dtype) for (param, _), dtype in owned.items()) for rank in ranks]
+        buffer = self._exchange(self._by_owner(shards), sizes)
+        wholes = {key: self._allocate((key[0].numel,), key[0].dtype) for key in owned}
+        self._engine.context.tracker.record_transient("step", buffer.nbytes)
+        runs = [Run(dtype, key[0].views_of(wholes[key], rank)) for rank in ranks for key, dtype in owned.items()]
+        _unpack(buffer, runs)
+        return wholes
+
+    def _gather_tp_shards(self, wholes: Wholes) -> Wholes:
+        """Return the tensors of parameters that are divided over the tensor axis, from the TP shards of its ranks."""
+        comm, ranks = self._engine.comm, range(self._engine.comm.tensor_axis.size)
+        tp_shards = {key: tp_shard for key in wholes if (tp_shard := key[0].tp_shard) is not None}
+        sizes = [
+            sum(run_bytes(tp_shard.shape_on_rank(rank).numel(), key[0].dtype) for key, tp_shard in tp_shards.items())
+            for rank in ranks
+        ]
+        packed = torch.empty(max(sizes), dtype=torch.uint8, device=comm.device)
+        received = torch.empty(len(ranks) * max(sizes), dtype=torch.uint8, device=comm.device)
+        runs = [Run(whole.dtype, [whole]) for whole in wholes.values()]
+        _copy(_views_of_runs(packed, runs), list(wholes.values()))
+        self._engine.context.tracker.record_transient("step", packed.nbytes + received.nbytes)
+        comm.all_gather_tp_shards(received, packed, TENSOR_AXIS_LABEL).wait()
+        self._free(sum(whole.nbytes for whole in wholes.values()))
+        tensors = {key: self._allocate(tp_shard.full_shape, key[0].dtype) for key, tp_shard in tp_shards.items()}
+        for rank, part in zip(ranks, received.view(len(ranks), -1), strict=True):
+            offset = 0
+            for key, tp_shard in tp_shards.items():
+                shape, dtype = tp_shard.shape_on_rank(rank), key[0].dtype
+                values = part[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                tp_shard.write(values, rank, tensors[key])
+                offset += run_bytes(shape.numel(), dtype)
+        return tensors
+
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for values or a gradient, tracked until the step of its batch is done."""
+        tensor = torch.empty(torch.Size(shape), dtype=dtype, device=self._engine.comm.device)
+        self._held_bytes += tensor.nbytes
+        self._engine.context.tracker.add("step", tensor.nbytes)
+        return tensor
+
+    def _free(self, nbytes: int) -> None:
+        self._held_bytes -= nbytes
+        self._engine.context.tracker.add("step", -nbytes)
 
     def _scatter(self, params: list[WholeParam]) -> None:
         """Write the new values of the owned parameters to the shards on all ranks."""
         shards = self._shards(params, has_grads=False)
-        values = [(param, param.flat_values()) for param in self.owned(params)]
+        values = [(param, param.flatten(param.parameter.data)) for param in self.owned(params)]
         if self._axis.size == 1:
             for (_, value), (_, parts) in zip(values, shards.values(), strict=True):
                 if parts and parts[0].data_ptr() != value.data_ptr():  # else it was updated in place
