@@ -408,6 +408,145 @@ def test_offload_states_moves_the_states_of_owners() -> None:
     run_threads(2, body)
 
 
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def made(make: Any, mesh: tuple[int, ...] | None = None, **options: Any) -> tuple[Any, Any]:
+    model = copy.deepcopy(BASE)
+    device_mesh = None if mesh is None else init_device_mesh("cpu", mesh)
+    return zeroshard.shard(model, make(model), mesh=device_mesh, **options, **WHOLE)
+
+
+def contents(model: Any, optimizer: Any) -> Any:
+    full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+    return full, copy.deepcopy(optimizer.state_dict())
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"stage": 0}),
+    "three ranks": (3, {"stage": 1, "offload": {"optimizer": ("host", 0.5)}}),
+    "hybrid": (4, {"stage": 2, "mesh": (2, 2)}),
+    "bf16 on the host": (2, {"stage": 3, "precision": "bf16", "offload": "host", "bucket_size": 300}),
+}
+
+
+@pytest.mark.parametrize("there", LAYOUTS)
+@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
+def test_a_checkpoint_loads_in_any_layout_bit_for_bit(make: Any, there: str, tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        model, optimizer = made(make, stage=3, precision="bf16")
+        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        zeroshard.save(tmp_path / "saved", model, optimizer)
+        return contents(model, optimizer)
+
+    def load(rank: int) -> Any:
+        model, optimizer = made(make, **LAYOUTS[there][1])
+        train_steps(model, optimizer, [DATA[3]])  # other values and states
+        zeroshard.load(tmp_path / "saved", model, optimizer)
+        loaded = contents(model, optimizer)
+        train_steps(model, optimizer, [DATA[3]])
+        return loaded
+
+    wanted = run_threads(2, save)[0]
+    for ours in run_threads(LAYOUTS[there][0], load):
+        assert_equal(ours[0], wanted[0])
+        assert_same_states(ours[1], wanted[1])
+    plain = copy.deepcopy(BASE)
+    optimizer = make(plain)
+    zeroshard.load(tmp_path / "saved", plain, optimizer)
+    assert_equal({name: p.detach() for name, p in plain.named_parameters()}, wanted[0])
+    assert_same_states(optimizer.state_dict()["state"], wanted[1]["state"])
+
+
+def save_meanwhile(rank: int, path: Path, offload: str | None) -> None:
+    model, optimizer = made(lamb, stage=3, offload=offload)
+    parts = [split(batch, rank, 2) for batch in DATA]
+    train_steps(model, optimizer, parts[:2])
+    wanted = contents(model, optimizer)
+    saving = zeroshard.save(path, model, optimizer, wait=False)
+    train_steps(model, optimizer, parts[2:])
+    saving.wait()
+    zeroshard.load(path, model, optimizer)
+    assert_same_states(contents(model, optimizer)[1], wanted[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_an_asynchronous_save_keeps_the_states_of_its_call(offload: str | None, tmp_path: Path) -> None:
+    run_processes(2, save_meanwhile, tmp_path / "saved", offload)
+
+
+def test_states_of_another_optimizer_are_refused_and_weights_load(tmp_path: Path) -> None:
+    def make(kind: Any) -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False))
+        return zeroshard.shard(model, kind(model.parameters(), lr=0.01))
+
+    for saved, loaded in ((torch.optim.AdamW, torch.optim.Muon), (torch.optim.Muon, torch.optim.AdamW)):
+        model, optimizer = make(saved)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        zeroshard.save(tmp_path / saved.__name__, model, optimizer)
+        other, refusing = make(loaded)
+        with pytest.raises(zeroshard.CheckpointError, match=rf"{saved.__name__}, expected {loaded.__name__}.*weights"):
+            zeroshard.load(tmp_path / saved.__name__, other, refusing)
+        zeroshard.load(tmp_path / saved.__name__, other)
+        assert_equal(full_parameters(other), full_parameters(model))
+
+
+def test_a_plain_optimizer_continues_what_unwrap_returns() -> None:
+    plain = run_plain(BASE, lamb, DATA)
+
+    def body(rank: int) -> Any:
+        model, optimizer = made(lamb, stage=3, offload="host")
+        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        model, inner = zeroshard.unwrap(model, optimizer)
+        train_steps(model, inner, DATA[2:])
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, plain)
+
+
+class Averaged(Lamb):
+    """Trains with half of the last update, and evaluates with all of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [(p, p.clone()) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        super().step()
+        for p, value in before:
+            self.state[p]["update"] = (p - value) / 2
+            p.sub_(self.state[p]["update"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p, state in self.state.items():
+            p.add_(state["update"])  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p, state in self.state.items():
+            p.sub_(state["update"])  # type: ignore[union-attr]
+
+
+def modes(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for batch in data:
+        train_steps(model, optimizer, [batch])
+        optimizer.eval()
+        net_loss(model, batch)
+        optimizer.train()
+    optimizer.eval()
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_an_optimizer_that_switches_modes_has_whole_values(offload: str | None) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Averaged(model.parameters())
+
+    stages = (1, 2, 3) if offload else (0, 1, 2, 3)
+    assert_same_training(2, BASE, make, DATA, modes, stages=stages, offload=offload, **WHOLE)
+
+
 # ------------------------------------------------------------------------------------------------------- tensor axis
 
 

@@ -20,6 +20,7 @@ from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
+from zeroshard.optim.whole_params import WholeParams
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
 
@@ -35,8 +36,8 @@ class _ModeSwitch:
     They change parameters, so all ranks must call them together. Forward then uses the new values.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
-        self._inner, self._engine = inner, engine
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, whole: WholeParams) -> None:
+        self._inner, self._engine, self._whole = inner, engine, whole
         methods = ((name, getattr(inner, name, None)) for name in ("train", "eval"))
         self.methods: dict[str, Callable[[], Any]] = {name: method for name, method in methods if callable(method)}
         for name in self.methods:
@@ -50,7 +51,7 @@ class _ModeSwitch:
         engine.order.begin_pass(f"optimizer.{name}()")
         engine.state_guard.check_valid("weights", "optimizer")
         engine.state_guard.prepare_write()
-        with torch.no_grad():
+        with torch.no_grad(), self._whole.gathered(self._whole.params, None):
             result = self.methods[name]()
         engine.finish_write()
         return result
@@ -102,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, is_whole in zip(names_by_group, needs_whole, strict=True):
             self._groups.add(group, is_whole)
         self._load_states(states)
-        self._mode_switch = _ModeSwitch(inner, engine)
+        self._mode_switch = _ModeSwitch(inner, engine, self._groups.whole)
         self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})
         engine.state_guard.has_loss_scale = loss_scale is not None
         if self._cpu_updates is not None:
