@@ -298,6 +298,56 @@ def test_a_group_added_later_is_stepped() -> None:
     assert_same_training(2, BASE, make, DATA, added_later, **WHOLE)
 
 
+class ByLabel(Lamb):
+    """A rate for each parameter, by an attribute of it and by its name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                if p.grad is not None:
+                    self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad.square().mean()
+                    p.sub_(p.grad * (0.01 * len(name) * getattr(p, "rate", 1.0) / (self.state[p]["sum"].sqrt() + 1)))
+
+
+def test_whole_parameters_keep_their_names_and_the_users_attributes() -> None:
+    base = copy.deepcopy(BASE)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        for name, p in model.named_parameters():
+            if "up" in name:
+                p.rate = 3.0  # type: ignore[attr-defined]
+        return ByLabel(model.named_parameters())
+
+    assert_same_training(3, base, make, DATA, **WHOLE)
+    model = copy.deepcopy(base)
+    names = [name for name, _ in model.named_parameters()]
+    model, optimizer = zeroshard.shard(model, make(model), **WHOLE)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == optimizer.state_dict()["param_groups"][0]["param_names"] == names
+
+
+def test_states_of_a_parameter_that_is_frozen_now_are_kept(tmp_path: Path) -> None:
+    def make(frozen: bool) -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False))
+        model[0].weight.requires_grad_(not frozen)
+        return zeroshard.shard(model, torch.optim.Adafactor(model.parameters()), stage=3)
+
+    def body(rank: int) -> None:
+        model, optimizer = make(frozen=False)
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        wanted = copy.deepcopy(optimizer.state_dict()["state"])
+        zeroshard.save(tmp_path / "saved", model, optimizer)
+        for again in (True, False):
+            model, optimizer = make(frozen=again)
+            zeroshard.load(tmp_path / "saved", model, optimizer)
+            assert_same_states(optimizer.state_dict()["state"], wanted)
+            zeroshard.save(tmp_path / "saved", model, optimizer)
+
+    run_threads(2, body)
+
+
 @pytest.mark.slow
 def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
     """It computes in bf16, where a last bit of a gradient may show: the plain run gets the sharded run's gradients."""

@@ -43,6 +43,7 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self._inner, self._parameters, self._param_count = inner, parameters, len(parameters)
+        self._param_names = inner.get("param_names")  # of ``parameters``; the inner group may have fewer
 
     def check_unchanged(self) -> None:
         """Raise if parameters were added to or removed from the list: it would have no effect."""
@@ -54,12 +55,16 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
             )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the model's parameters for "params", else the inner group's entry."""
+        """Return the model's parameters for "params", and their names; else the inner group's entry."""
+        if key == "param_names" and self._param_names is not None:
+            return self._param_names
         return self._parameters if key == "params" else self._inner[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set an entry of the inner group."""
-        if key != "params":
+        if key == "param_names" and self._param_names is not None:
+            self._param_names = value
+        elif key != "params":
             self._inner[key] = value
         elif value is not self._parameters:
             raise RuntimeError(
@@ -249,12 +254,23 @@ class ParamGroups:
         self._params = [p for name, p in trainable.items() if name in grouped_names]
         self.slices.append([])
         if needs_whole:
-            owned = [param.parameter for param in self.whole.add(names)]
-            self.inner.param_groups[index]["params"] = owned
-            self._slice_guard.guard(owned)
+            self._set_whole(index, names)
             return
         segments = self._engine.gradients.memory.segments
         self._set_slices(index, make_slices(flats, set(names), self._max_slice_numel, segments))
+
+    def _set_whole(self, index: int, names: list[str]) -> None:
+        """Replace the parameters of a group by those that this rank owns, with the attributes that the user has set."""
+        group = self.inner.param_groups[index]
+        originals = dict(zip(names, group["params"], strict=False))  # a new group has one placeholder
+        owned = self.whole.add(names)
+        for param in owned:
+            param.copy_attributes(originals.get(param.name))
+        group["params"] = [param.parameter for param in owned]
+        if "param_names" in group:
+            labels = dict(zip(names, group["param_names"], strict=True))
+            group["param_names"] = [labels[param.name] for param in owned]
+        self._slice_guard.guard(group["params"])
 
     def check_addable(self, parameters: list[nn.Parameter]) -> list[str]:
         """Return the names of parameters for a new group; raise if they are not the model's or in a group already."""

@@ -36,8 +36,11 @@ class OptimizerStates:
         described = self.describe(param_ids, "read the optimizer's state_dict()")
         states = {param_ids[name]: state for name, state in self.full(described).items()}
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [param_ids[n] for n in names]}
-            for group, names in zip(self._groups.inner.param_groups, self._groups.names, strict=True)
+            {
+                **{key: value for key, value in group.copy().items() if key != "params"},
+                "params": [param_ids[n] for n in names],
+            }
+            for group, names in zip(self._groups.views, self._groups.names, strict=True)
         ]
         return {"state": {param_id: state for param_id, state in states.items() if state}, "param_groups": groups}
 
@@ -194,8 +197,8 @@ class OptimizerStates:
 
     def check_shardable(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise if states, by their descriptions, cannot be sharded. Owners keep any state of whole parameters."""
-        whole_names = {param.name for param in self._groups.whole.params}
-        check_shardable_states({name: state for name, state in states.items() if name not in whole_names})
+        sliced = {name: state for name, state in states.items() if name not in self._groups.whole.names}
+        check_shardable_states(sliced)
 
     def load_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Replace all states by this rank's shards of full states, by parameter name."""
@@ -205,7 +208,7 @@ class OptimizerStates:
             return
         self.allocate(describe_full_states(states, self._full_shapes()))
         places = {name: (f, i) for unit in self._engine.units for f in unit.flats for i, name in enumerate(f.names)}
-        whole_names = {param.name for param in self._groups.whole.params}
+        whole_names = {param.name for param in self._groups.whole.params}  # without frozen ones
         for param in self._groups.whole.owned():
             for key, value in self._whole_states(param).items():
                 value.copy_(states[param.name][key])
@@ -354,6 +357,8 @@ def _copy_tensors(value: Any, device: torch.device | None) -> Any:
 def _is_equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     return type(left) is type(right) and bool(left == right)
 
 

@@ -171,6 +171,12 @@ class WholeParam:
             return torch.empty(self.tp_shard.full_shape, dtype=self.dtype, device=self.flat.device)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.flat.device)
 
+    def copy_attributes(self, source: nn.Parameter | None) -> None:
+        """Take over the attributes that the user has set on a parameter: the update rule may read them."""
+        if source is not None:
+            found = {key: value for key, value in vars(source).items() if not key.startswith("_zeroshard")}
+            self.parameter.__dict__.update(found)
+
     def drop_values(self) -> None:
         """Leave the parameter its shape only."""
         self.parameter.grad = None
@@ -202,6 +208,7 @@ class WholeParams:
         self._loads = [0] * self._axis.size  # elements by owner
         self._held_bytes = 0  # of values and gradients that are gathered now
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
+        self.names: set[str] = set()  # of all parameters in their groups, frozen ones included
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
 
     def add(self, names: Sequence[str]) -> list[WholeParam]:
@@ -211,6 +218,7 @@ class WholeParams:
         owners = assign_owners([flat.full_shapes[index].numel() for flat, index in found], self._loads)
         added = [WholeParam(flat, index, owner) for (flat, index), owner in zip(found, owners, strict=True)]
         self.params += added
+        self.names.update(names)
         return self.owned(added)
 
     def owned(self, params: Iterable[WholeParam] | None = None) -> list[WholeParam]:
@@ -252,7 +260,9 @@ class WholeParams:
                 self._gather(batch, has_grads=grad_scale is not None)
             if grad_scale is not None and grad_scale.factors:
                 self._scale_gradients(params, grad_scale)
-            self.states.load(owned)
+            for param in owned:
+                param.copy_attributes(param.flat.parameters[param.index])
+            self._engine.context.tracker.record_transient("step", self.states.load(owned))
             yield
             self.states.store(owned)
             for batch in batches:
@@ -451,7 +461,7 @@ class WholeStates:
     def __init__(self, states: Any, device: torch.device, tiers: TierAllocator) -> None:
         self._states, self._device, self._tiers = states, device, tiers
         self._resting: dict[WholeParam, set[int]] = {}  # which leaves of a parameter's states rest in a tier
-        self._buffers: dict[tuple[WholeParam, int], torch.Tensor] = {}  # the memory of these leaves
+        self._buffers: dict[WholeParam, list[torch.Tensor]] = {}  # memory in the tier, which leaves reuse
 
     def tensors(self, params: list[WholeParam], tier: str | None) -> list[torch.Tensor]:
         """Return the state tensors of parameters that this rank owns, in all tiers or in one."""
@@ -464,16 +474,18 @@ class WholeStates:
                         found += _plain_tensors(leaf)
         return found
 
-    def load(self, params: list[WholeParam]) -> None:
-        """Copy states that rest in a tier to the device."""
+    def load(self, params: list[WholeParam]) -> int:
+        """Copy states that rest in a tier to the device; return their bytes."""
+        nbytes = 0
         for param in params:
-            resting = self._resting.pop(param, None)
+            resting = self._resting.pop(param, set())
+            leaves, spec = tree_flatten(dict(self._states[param.parameter]) if resting else {})
+            for index in resting:
+                nbytes += leaves[index].nbytes
+                leaves[index] = leaves[index].to(self._device, copy=True)
             if resting:
-                leaves, spec = tree_flatten(dict(self._states[param.parameter]))
-                leaves = [
-                    leaf.to(self._device, copy=True) if index in resting else leaf for index, leaf in enumerate(leaves)
-                ]
                 self._states[param.parameter].update(tree_unflatten(leaves, spec))
+        return nbytes
 
     def store(self, params: list[WholeParam]) -> None:
         """Copy states from the device to the tiers in which they rest."""
@@ -482,11 +494,12 @@ class WholeStates:
             if param.tier == "device" or not state:
                 continue
             leaves, spec = tree_flatten(dict(state))
-            moved = {index for index, leaf in enumerate(leaves) if self._is_on_device(leaf)}
-            for index in moved:
-                leaves[index] = self._copy_to_tier(param, index, leaves[index])
+            resting = {index for index, leaf in enumerate(leaves) if self._is_on_device(leaf)}
+            unused = list(self._buffers.setdefault(param, []))
+            for index in resting:
+                leaves[index] = self._copy_to_tier(param, leaves[index], unused)
             state.update(tree_unflatten(leaves, spec))
-            self._resting[param] = moved
+            self._resting[param] = resting
 
     def forget(self) -> None:
         """Forget which states rest in a tier, because all states are replaced."""
@@ -496,13 +509,16 @@ class WholeStates:
         """Return whether a leaf is a tensor on the device, except for step counts and other numbers."""
         return torch.is_tensor(leaf) and leaf.numel() > 1 and leaf.device == self._device
 
-    def _copy_to_tier(self, param: WholeParam, index: int, leaf: torch.Tensor) -> torch.Tensor:
+    def _copy_to_tier(self, param: WholeParam, leaf: torch.Tensor, unused: list[torch.Tensor]) -> torch.Tensor:
+        """Copy a tensor to its tier, into an unused buffer if one has its size."""
         if not _is_plain(leaf):
             return leaf.to("cpu", copy=True)
-        buffer = self._buffers.get((param, index))
-        if buffer is None or buffer.nbytes != leaf.nbytes:
+        position = next((i for i, buffer in enumerate(unused) if buffer.nbytes == leaf.nbytes), None)
+        if position is None:
             buffer = self._tiers.zeros(None, param.tier, leaf.nbytes, torch.uint8, pinned=True)
-            self._buffers[param, index] = buffer
+            self._buffers[param].append(buffer)
+        else:
+            buffer = unused.pop(position)
         stride = torch.empty_like(leaf, device="meta", memory_format=torch.preserve_format).stride()
         return buffer.view(leaf.dtype).as_strided(leaf.shape, stride).copy_(leaf.detach())
 
