@@ -134,15 +134,17 @@ def test_a_hybrid_mesh_trains_like_the_plain_run() -> None:
     assert_same_training(4, BASE, lamb, DATA, mesh_shape=(2, 2), **WHOLE)
 
 
+def train_in_small_buckets(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    options = {"stage": 3, "bucket_size": 300, **WHOLE}
+    return [run_rank(rank, world, BASE, make, DATA, **options) for make in (lamb, adafactor)]
+
+
 @pytest.mark.slow
-def test_gloo_processes_train_like_the_plain_run() -> None:
-    plain = run_plain(BASE, lamb, DATA)
-    for ours in run_processes(3, partial_run, 3):
-        assert_close(ours, plain)
-
-
-def partial_run(rank: int, world: int) -> dict[str, torch.Tensor]:
-    return run_rank(rank, world, BASE, lamb, DATA, stage=3, bucket_size=300, **WHOLE)
+def test_gloo_processes_train_like_the_plain_run_in_one_call_and_in_batches() -> None:
+    plain = [run_plain(BASE, make, DATA) for make in (lamb, adafactor)]
+    for results in run_processes(3, train_in_small_buckets, 3):
+        for ours, wanted in zip(results, plain, strict=True):
+            assert_close(ours, wanted)
 
 
 def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
@@ -161,6 +163,25 @@ def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
     assert results[0][1] == 2 and results[1][1] > 2
     largest = max(p.numel() for p in BASE.parameters())
     assert results[1][2] <= 4 * 4 * max(300, 2 * largest) < results[0][2]
+
+
+def test_a_step_runs_after_one_in_which_the_optimizer_has_raised() -> None:
+    def body(rank: int) -> None:
+        model = copy.deepcopy(BASE)
+        model, optimizer = zeroshard.shard(model, adafactor(model), bucket_size=300, timeout=20)
+        net_loss(model, DATA[0]).backward()
+        (group,) = optimizer.param_groups
+        rate, group["lr"] = group["lr"], "fast"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        group["lr"] = rate
+        before = full_parameters(model)
+        optimizer.step()
+        after = full_parameters(model)
+        assert all(torch.equal(before[n], p) for n, p in BASE.named_parameters())
+        assert all(not torch.equal(before[n], p) for n, p in after.items() if p.numel() > 1)
+
+    run_threads(2, body)
 
 
 def test_an_exchange_sends_at_most_four_elements_for_each_element_that_a_rank_has() -> None:

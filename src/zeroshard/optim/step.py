@@ -32,7 +32,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -234,14 +234,14 @@ class TorchUpdater:
 
     def _step_batches(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> None:
         whole = self.whole.with_grads() if self.whole.params else []
-        whole_batches = [whole] if self._is_single_call or not whole else self.whole.split_batches(whole)
+        whole_batches = self.whole.split_batches(whole) if whole and not self._is_single_call else [whole]
         batches = self._split_batches([self._slice_grad(slice_) for slice_ in slices])
         nbytes = max([sum([slice_grad.copy_bytes for slice_grad in batch]) for batch in batches])
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._engine.comm.device)
         self._engine.context.tracker.add("step", nbytes)
         try:
-            for batch, whole_batch in zip_longest(batches, whole_batches, fillvalue=()):
-                self._step_batch(batch, whole_batch, buffer, grad_scale)
+            for batch, whole_pair in zip_longest(batches, pairwise([*whole_batches, []]), fillvalue=()):
+                self._step_batch(batch, whole_pair, buffer, grad_scale)
         finally:
             self._engine.context.tracker.add("step", -nbytes)
 
@@ -267,15 +267,21 @@ class TorchUpdater:
         return batches
 
     def _step_batch(
-        self, batch: Sequence[SliceGrad], whole: Sequence[WholeParam], buffer: torch.Tensor, grad_scale: GradScale
+        self,
+        batch: Sequence[SliceGrad],
+        whole_pair: Sequence[list[WholeParam]],
+        buffer: torch.Tensor,
+        grad_scale: GradScale,
     ) -> None:
+        """Step a batch of slices and one of whole parameters; ``whole_pair`` also has the batch that follows that."""
         parameters = [slice_grad.parameter for slice_grad in batch]
+        whole, following = whole_pair or ([], [])
         if whole:
             parameters += [param.parameter for param in self.whole.owned(whole)]
         new_params = [parameter for parameter in parameters if not self._inner.state.get(parameter)]
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)
-            with self.whole.gathered(whole, grad_scale) if whole else nullcontext():
+            with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
                 self._inner.step()

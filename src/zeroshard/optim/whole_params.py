@@ -25,9 +25,10 @@ plain run's would see: parameters of the true shape, with a gradient or None.
 
 Memory: an exchange has at most ``bucket_size`` elements from or to a rank, or one parameter of each owner if that is
 larger. So there are two collectives a step if 2Ψ/N is at most ``bucket_size``, and no buffer grows with Ψ. For torch's
-own optimizers each exchange is a batch: its parameters are gathered, stepped and scattered before the next one's. Any
-other optimizer must be stepped by one call ([Note: stepping in batches]), so the owner has the values and gradients of
-all its parameters at once: 2Ψ/N elements, in addition to the buffers of one exchange.
+own optimizers each exchange is a batch. While one batch is stepped, the gradients and values of the next one and the
+new values of the one before are in flight: at most 4 · ``bucket_size`` elements in all. Any other optimizer must be
+stepped by one call ([Note: stepping in batches]), so the owner has the values and gradients of all its parameters at
+once: 2Ψ/N elements, in addition to the buffers of one exchange.
 
 Tiers: if the optimizer states of most elements of a parameter's flat are placed in host memory or on disk, the states
 of the parameter rest there between steps. They are copied to the device for the update and back, batch by batch. Master
@@ -207,6 +208,8 @@ class WholeParams:
         self._axis = engine.comm.shard_axis
         self._loads = [0] * self._axis.size  # elements by owner
         self._held_bytes = 0  # of values and gradients that are gathered now
+        self._gathering: tuple[dict[Key, torch.dtype], Exchange] | None = None  # owned tensors, in flight
+        self._scattering: tuple[list[list[Run]], Exchange] | None = None  # this rank's shards, in flight
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
         self.names: set[str] = set()  # of all parameters in their groups, frozen ones included
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
@@ -249,15 +252,21 @@ class WholeParams:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self, params: Sequence[WholeParam], grad_scale: GradScale | None) -> Iterator[None]:
+    def gathered(
+        self, params: Sequence[WholeParam], grad_scale: GradScale | None, following: Sequence[WholeParam] = ()
+    ) -> Iterator[None]:
         """Give the parameters that this rank owns their values and gradients; write the new values to the shards.
 
-        The gradients are unscaled and clipped. None: without gradients. All ranks call it together.
+        The gradients are unscaled and clipped. None: without gradients. ``following``: what the next call gathers; its
+        exchange starts now, and that of the new values ends in the next call. All ranks call it together.
         """
-        batches, owned = self.split_batches(params), self.owned(params)
+        owned, has_grads = self.owned(params), grad_scale is not None
         try:
+            batches = self.split_batches(params)
             for batch in batches:
-                self._gather(batch, has_grads=grad_scale is not None)
+                self._gather(batch, has_grads)
+            if following and self._axis.size > 1:
+                self._start_gather(following, has_grads)
             if grad_scale is not None and grad_scale.factors:
                 self._scale_gradients(params, grad_scale)
             for param in owned:
@@ -266,7 +275,14 @@ class WholeParams:
             yield
             self.states.store(owned)
             for batch in batches:
-                self._scatter(batch)
+                self._finish_scatter()
+                self._start_scatter(batch)
+            if not following:
+                self._finish_scatter()
+        except BaseException:
+            self._finish_scatter()
+            self._finish_gather()
+            raise
         finally:
             for param in owned:
                 param.drop_values()
@@ -293,9 +309,12 @@ class WholeParams:
 
     def _gather(self, params: Sequence[WholeParam], has_grads: bool) -> None:
         """Give the owned parameters their values and gradients."""
-        self._engine.gradients.wait_offloaded()
-        shards = self._shards(params, has_grads)
-        wholes = self._join(shards) if self._axis.size == 1 else self._receive(shards)
+        if self._axis.size == 1:
+            wholes = self._join(self._shards(params, has_grads))
+        else:
+            if self._gathering is None:
+                self._start_gather(params, has_grads)
+            wholes = self._finish_gather()
         divided = {key: whole for key, whole in wholes.items() if key[0].tp_shard is not None}
         tensors = {key: key[0].shape_as_param(whole) for key, whole in wholes.items() if key not in divided}
         if any(param.tp_shard is not None for param in params):
@@ -308,6 +327,7 @@ class WholeParams:
 
     def _join(self, shards: Shards) -> Wholes:
         """Return the flattened tensors of a single rank: views of the shards, or copies if the parts are apart."""
+        self._engine.gradients.wait_offloaded()
         device, wholes = self._engine.comm.device, {}
         for (param, is_grad), (_, parts) in shards.items():
             if parts and parts[0].dtype == param.dtype and parts[0].device == device and _are_adjacent(parts):
@@ -317,16 +337,28 @@ class WholeParams:
             _copy(list(torch.split(joined, [part.numel() for part in parts])), parts)
         return wholes
 
-    def _receive(self, shards: Shards) -> Wholes:
-        """Return the flattened tensors of the parameters that this rank owns, from the shards of all ranks."""
-        ranks = range(self._axis.size)
+    def _start_gather(self, params: Sequence[WholeParam], has_grads: bool) -> None:
+        """Start to send this rank's shards to the owners."""
+        shards = self._shards(params, has_grads)
         owned = {key: run.dtype for key, run in shards.items() if key[0].owner == self._axis.rank}
-        sizes = [sum(run_bytes(param.numel_on(rank), dtype) for (param, _), dtype in owned.items()) for rank in ranks]
-        buffer = self._exchange(self._by_owner(shards), sizes)
+        received_bytes = [
+            sum(run_bytes(param.numel_on(rank), dtype) for (param, _), dtype in owned.items())
+            for rank in range(self._axis.size)
+        ]
+        self._gathering = owned, Exchange(self._engine, self._by_owner(shards), received_bytes)
+
+    def _finish_gather(self) -> Wholes:
+        """Return the flattened tensors of the parameters that this rank owns, from the shards of all ranks."""
+        if self._gathering is None:
+            return {}
+        (owned, exchange), self._gathering = self._gathering, None
+        exchange.wait()
         wholes = {key: self._allocate((key[0].numel,), key[0].dtype) for key in owned}
-        self._engine.context.tracker.record_transient("step", buffer.nbytes)
-        runs = [Run(dtype, key[0].views_of(wholes[key], rank)) for rank in ranks for key, dtype in owned.items()]
-        _unpack(buffer, runs)
+        exchange.unpack(
+            Run(dtype, key[0].views_of(wholes[key], rank))
+            for rank in range(self._axis.size)
+            for key, dtype in owned.items()
+        )
         return wholes
 
     def _gather_tp_shards(self, wholes: Wholes) -> Wholes:
@@ -365,8 +397,8 @@ class WholeParams:
         self._held_bytes -= nbytes
         self._engine.context.tracker.add("step", -nbytes)
 
-    def _scatter(self, params: list[WholeParam]) -> None:
-        """Write the new values of the owned parameters to the shards on all ranks."""
+    def _start_scatter(self, params: Sequence[WholeParam]) -> None:
+        """Start to send the new values of the owned parameters to the shards on all ranks."""
         shards = self._shards(params, has_grads=False)
         values = [(param, param.flatten(param.parameter.data)) for param in self.owned(params)]
         if self._axis.size == 1:
@@ -379,8 +411,15 @@ class WholeParams:
             for rank in range(self._axis.size)
         ]
         received = self._by_owner(shards)
-        buffer = self._exchange(sent, [sum(run.nbytes for run in runs) for runs in received])
-        _unpack(buffer, [run for runs in received for run in runs])
+        received_bytes = [sum(run.nbytes for run in runs) for runs in received]
+        self._scattering = received, Exchange(self._engine, sent, received_bytes)
+
+    def _finish_scatter(self) -> None:
+        """Write the new values that this rank has received to its shards."""
+        if self._scattering is not None:
+            (received, exchange), self._scattering = self._scattering, None
+            exchange.wait()
+            exchange.unpack(run for runs in received for run in runs)
 
     def _shards(self, params: Sequence[WholeParam], has_grads: bool) -> Shards:
         """Return this rank's shards of the parameters, from the master weights if there are any, in their tiers."""
@@ -403,18 +442,36 @@ class WholeParams:
             by_owner[param.owner].append(run)
         return by_owner
 
-    def _exchange(self, sent: list[list[Run]], received_bytes: list[int]) -> torch.Tensor:
-        """Send runs to each rank of the shard axis; return a buffer with what each rank has sent, in rank order."""
-        comm, runs = self._engine.comm, [run for by_rank in sent for run in by_rank]
-        sent_bytes = [sum(run.nbytes for run in by_rank) for by_rank in sent]
-        packed, received = (
+
+class Exchange:
+    """An all-to-all over the shard axis, in flight. Both buffers live until it is done."""
+
+    def __init__(self, engine: Engine, sent: list[list[Run]], received_bytes: list[int]) -> None:
+        """Start to send runs to each rank, and to receive as many bytes from each."""
+        self._tracker, comm = engine.context.tracker, engine.comm
+        sent_bytes = [sum(run.nbytes for run in runs) for runs in sent]
+        self._packed, self._received = (
             torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device) for sizes in (sent_bytes, received_bytes)
         )
-        _copy(_views_of_runs(packed, runs), [part for run in runs for part in run.parts])
-        self._engine.context.tracker.record_transient("step", packed.nbytes + received.nbytes)
-        self._engine.order.check(EXCHANGE_LABEL)
-        comm.all_to_all(received, packed, received_bytes, sent_bytes, EXCHANGE_LABEL).wait()
-        return received
+        self._tracker.add("step", self._packed.nbytes + self._received.nbytes)
+        engine.gradients.wait_offloaded()
+        all_runs = [run for runs in sent for run in runs]
+        _copy(_views_of_runs(self._packed, all_runs), [part for run in all_runs for part in run.parts])
+        engine.order.check(EXCHANGE_LABEL)
+        self._work = comm.all_to_all(self._received, self._packed, received_bytes, sent_bytes, EXCHANGE_LABEL)
+
+    def wait(self) -> None:
+        """Wait until all is received, and free what was sent."""
+        self._work.wait()
+        self._tracker.add("step", -self._packed.nbytes)
+        self._packed = torch.empty(0)
+
+    def unpack(self, runs: Iterable[Run]) -> None:
+        """Copy what was received, in the order of the ranks, to the parts of the runs, and free it."""
+        listed = list(runs)
+        _copy([part for run in listed for part in run.parts], _views_of_runs(self._received, listed))
+        self._tracker.add("step", -self._received.nbytes)
+        self._received = torch.empty(0)
 
 
 def run_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -435,11 +492,6 @@ def _views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
         views += torch.split(buffer[offset : offset + sum(numels) * run.dtype.itemsize].view(run.dtype), numels)
         offset += run.nbytes
     return views
-
-
-def _unpack(buffer: torch.Tensor, runs: list[Run]) -> None:
-    """Copy the buffer of an exchange to the parts of the runs."""
-    _copy([part for run in runs for part in run.parts], _views_of_runs(buffer, runs))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
