@@ -326,11 +326,12 @@ class WholeParams:
                 param.parameter.data = tensor
 
     def _join(self, shards: Shards) -> Wholes:
-        """Return the flattened tensors of a single rank: views of the shards, or copies if the parts are apart."""
+        """Return the flattened tensors of a single rank: views of the shards if possible, else copies."""
         self._engine.gradients.wait_offloaded()
         device, wholes = self._engine.comm.device, {}
-        for (param, is_grad), (_, parts) in shards.items():
-            if parts and parts[0].dtype == param.dtype and parts[0].device == device and _are_adjacent(parts):
+        for (param, is_grad), (dtype, parts) in shards.items():
+            is_view = bool(parts) and dtype == param.dtype and parts[0].device == device and _are_adjacent(parts)
+            if is_view and param.tp_shard is None:
                 wholes[param, is_grad] = parts[0].as_strided((param.numel,), (1,))
                 continue
             wholes[param, is_grad] = joined = self._allocate((param.numel,), param.dtype)
@@ -495,8 +496,14 @@ def _views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    """Copy sources to targets, those of one dtype and device by one kernel."""
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.dtype, target.device, source.dtype, source.device), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)
 
 
 def _are_adjacent(parts: list[torch.Tensor]) -> bool:
