@@ -112,6 +112,13 @@ def test_whole_and_elementwise_groups_live_in_one_optimizer() -> None:
     assert_same_training(2, BASE, blend, DATA)
 
 
+def clip(model: nn.Module, optimizer: Any, norm: float) -> None:
+    if isinstance(optimizer, zeroshard.ShardedOptimizer):
+        optimizer.clip_grad_norm_(norm)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
 def clipped(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
     """Two backwards a step, a clip in every other step, gradients set to zero instead of None, and a scheduler."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -119,7 +126,7 @@ def clipped(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         for part in (batch, batch.flip(0)):
             (net_loss(model, part) / 2).backward()
         if number % 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            clip(model, optimizer, 0.1)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=number > 1)
@@ -128,6 +135,41 @@ def clipped(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
 
 def test_accumulation_clipping_groups_and_schedules_change_nothing() -> None:
     assert_same_training(3, BASE, lamb_in_groups, DATA, clipped, identical=False, **WHOLE)
+
+
+def steps_twice(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    """Gradients stay clipped after a step, and a further backward adds to them."""
+    for batch in data[:2]:
+        net_loss(model, batch).backward()
+        for norm in (0.1, 0.05):
+            clip(model, optimizer, norm)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_clip_lasts_after_the_step(world: int) -> None:
+    assert_same_training(world, BASE, lamb, DATA, steps_twice, identical=False, **WHOLE)
+
+
+def steps_of_scaled(rank: int, world: int, elementwise: bool) -> Any:
+    model = copy.deepcopy(BASE)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+    options = {"precision": "fp16", "keep_fp32": ["head"], "elementwise": elementwise}
+    model, optimizer = zeroshard.shard(model, adam, **options)
+    for batch in DATA[:2]:
+        optimizer.scale(net_loss(model, split(batch, rank, world))).backward()
+        for norm in (0.1, 0.05):
+            optimizer.clip_grad_norm_(norm)
+            optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    return [{name: read(model, name) for name in names} for read in (zeroshard.full_parameter, zeroshard.full_gradient)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unscaled_and_clipped_gradients_are_those_of_elementwise_optimizers(world: int) -> None:
+    whole, flat = (run_threads(world, steps_of_scaled, world, elementwise)[0] for elementwise in (False, True))
+    for ours, wanted in zip(whole, flat, strict=True):
+        assert_equal(ours, wanted)
 
 
 def test_a_hybrid_mesh_trains_like_the_plain_run() -> None:

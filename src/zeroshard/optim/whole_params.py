@@ -526,12 +526,15 @@ class WholeStates:
         """Return the state tensors of parameters that this rank owns, in all tiers or in one."""
         found: list[torch.Tensor] = []
         for param in params:
-            for leaf in tree_flatten(dict(self._states.get(param.parameter, {})))[0]:
-                if torch.is_tensor(leaf):
-                    is_on_host = param.tier == "disk" and not _is_plain(leaf)
-                    if tier in (None, "host" if is_on_host else param.tier):
-                        found += _plain_tensors(leaf)
+            for index, leaf in enumerate(tree_flatten(dict(self._states.get(param.parameter, {})))[0]):
+                if torch.is_tensor(leaf) and tier in (None, self._tier_of(param, index, leaf)):
+                    found += _plain_tensors(leaf)
         return found
+
+    def _tier_of(self, param: WholeParam, index: int, leaf: torch.Tensor) -> str:
+        if index not in self._resting.get(param, ()):
+            return "device" if self._is_on_device(leaf) else param.tier
+        return param.tier if _is_plain(leaf) else "host"
 
     def load(self, params: list[WholeParam]) -> int:
         """Copy states that rest in a tier to the device; return their bytes."""
