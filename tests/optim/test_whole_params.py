@@ -207,6 +207,16 @@ def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
     assert results[1][2] <= 4 * 4 * max(300, 2 * largest) < results[0][2]
 
 
+def test_a_single_rank_steps_its_values_and_gradients_without_copies() -> None:
+    model = copy.deepcopy(BASE)
+    model, optimizer = zeroshard.shard(model, lamb(model), **WHOLE)
+    net_loss(model, DATA[0]).backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    report = zeroshard.report(model)
+    assert report.memory["step", "device"].peak == 0 and "all-to-all" not in report.collectives
+
+
 def test_a_step_runs_after_one_in_which_the_optimizer_has_raised() -> None:
     def body(rank: int) -> None:
         model = copy.deepcopy(BASE)

@@ -274,11 +274,13 @@ class TorchUpdater:
         grad_scale: GradScale,
     ) -> None:
         """Step a batch of slices and one of whole parameters; ``whole_pair`` also has the batch that follows that."""
-        parameters = [slice_grad.parameter for slice_grad in batch]
+        parameters = on_device = [slice_grad.parameter for slice_grad in batch]
         whole, following = whole_pair or ([], [])
         if whole:
-            parameters += [param.parameter for param in self.whole.owned(whole)]
-        new_params = [parameter for parameter in parameters if not self._inner.state.get(parameter)]
+            owned = self.whole.owned(whole)
+            on_device = parameters + [param.parameter for param in owned if param.tier == "device"]
+            parameters = parameters + [param.parameter for param in owned]
+        new_params = [parameter for parameter in on_device if not self._inner.state.get(parameter)]
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)
             with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():

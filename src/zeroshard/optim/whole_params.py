@@ -544,7 +544,7 @@ class WholeStates:
             leaves, spec = tree_flatten(dict(self._states[param.parameter]) if resting else {})
             for index in resting:
                 nbytes += leaves[index].nbytes
-                leaves[index] = leaves[index].to(self._device, copy=True)
+                leaves[index] = leaves[index].to(self._device, copy=True, non_blocking=True)
             if resting:
                 self._states[param.parameter].update(tree_unflatten(leaves, spec))
         return nbytes
