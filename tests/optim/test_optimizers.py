@@ -13,7 +13,7 @@ from ranks import RanksFailed, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.optim.elementwise_check import check_elementwise
+from zeroshard.optim.elementwise_check import find_whole_param_groups
 
 
 def make_model() -> nn.Module:
@@ -118,32 +118,90 @@ class LossOfAll(Own):
         super().step()
 
 
-DIFFERS: dict[type, str] = {
-    TrustRatio: "has moved by .* in a slice",
-    ClipsByTensor: "has moved by .* in a slice",
-    ByDimensions: r"tensor of shape \(6, 4\) has moved by",
-    OnlyIfLarge: r"tensor of shape \(144, 128\) has moved by",
-    AfterWarmup: "has moved by .* in a slice",
-    EveryHundredth: "has moved by .* in a slice",
+class ByIndex(Own):
+    """Treats the first parameter of a group differently."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().max().clamp(min=1e-3) if p is group["params"][0] else momentum
+
+
+WHOLE = (TrustRatio, ClipsByTensor, ByDimensions, OnlyIfLarge, AfterWarmup, EveryHundredth, StateOfRows, ByAttribute)
+TOGETHER: dict[type, str] = {
     SumInGroup: "the group's number 'd' is",
     CountsParameters: "its attribute 'calls' is",
-    StateOfRows: "the state 'rows' of a tensor of shape",
-    ByAttribute: "has moved by .* in a slice",
-    LossOfAll: "in a slice|the group's number 'momentum'",
+    LossOfAll: "without some others|the group's number 'momentum'",
+    ByIndex: "has moved by .* without some others, and by .* with all",
 }
 
 
-@pytest.mark.parametrize("kind", DIFFERS, ids=lambda kind: kind.__name__)
-def test_an_optimizer_that_looks_beyond_one_element_is_refused_by_what_it_does(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [*WHOLE, *TOGETHER], ids=lambda kind: kind.__name__)
+def test_an_optimizer_that_looks_beyond_one_element_is_found_by_what_it_does(kind: Any) -> None:
     model = copy.deepcopy(MODEL)
     model[0].weight.rate = 0.5  # type: ignore[union-attr, assignment]
     optimizer = kind(model.parameters())
     random = torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"{kind.__name__} reads more than one element at a time.*{DIFFERS[kind]}"):
-        zeroshard.shard(model, optimizer)
+    if kind in TOGETHER:
+        with pytest.raises(ValueError, match=f"{kind.__name__} reads more than one parameter .*{TOGETHER[kind]}"):
+            zeroshard.shard(model, optimizer)
+    else:
+        assert find_whole_param_groups(optimizer, None, None) == [True]
     assert not optimizer.state and "d" not in optimizer.param_groups[0] and torch.equal(random, torch.get_rng_state())
     model(DATA).sum().backward()
     optimizer.step()  # both are as they were
+
+
+class ReadsOtherGroup(Own):
+    """Each group alone is right: the second, of matrices, is scaled by the size of the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if len(self.param_groups) > 1:
+            for p in self.param_groups[1]["params"]:
+                p.mul_(1 - 1e-3 * len(self.param_groups[0]["params"]))
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.norm().clamp(min=1e-3) if group["momentum"] == 0.9 else momentum
+
+
+def test_groups_that_read_each_other_are_refused() -> None:
+    groups = [{"params": [p for p in MODEL.parameters() if p.ndim == dims]} for dims in (1, 2)]
+    assert find_whole_param_groups(ReadsOtherGroup([{**groups[1], "momentum": 0.9}]), None, None) == [True]
+    both = [groups[0], {**groups[1], "momentum": 0.9}]
+    with pytest.raises(ValueError, match=r"ReadsOtherGroup reads more than one parameter .* of group 1 has moved"):
+        find_whole_param_groups(ReadsOtherGroup(both), None, None)
+
+
+class ByFlag(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.norm() if p.use_muon else momentum  # type: ignore[attr-defined]
+
+
+def test_attributes_of_parameters_are_there_in_a_step() -> None:
+    """A rule that reads them is never run on slices, which have none."""
+
+    def flagged() -> Any:
+        model: Any = copy.deepcopy(MODEL)
+        for name, p in model.named_parameters():
+            p.use_muon = name == "0.weight"
+        return model, ByFlag(model.parameters())
+
+    plain, optimizer = flagged()
+    for _ in range(3):
+        plain(DATA).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> Any:
+        model, ours = zeroshard.shard(*flagged(), stage=3)
+        for _ in range(3):
+            model(DATA[4 * rank : 4 * rank + 4]).pow(2).mean().backward()
+            ours.step()
+            ours.zero_grad()
+        return full_parameters(model)
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, dict(plain.named_parameters()))
 
 
 class NeedsClosure(Own):
@@ -186,24 +244,61 @@ class StateOfItsOwn(Own):
         self.state["all"]["count"] = 1  # type: ignore[index]
 
 
+class Names(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, p in zip(group.get("param_names", []), group["params"], strict=False):
+                p.mul_(0.9 if "bias" in name else 0.99)
+        super().step()
+
+
+class MoreInStateDict(Own):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 1}
+
+
+class AveragesOfTensors(TrustRatio):
+    """Not elementwise, and has an eval() that changes parameters."""
+
+    def train(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)
+
+
 UNDECIDED: dict[type, str] = {
     NeedsClosure: r"needs 'closure'",
-    Draws: "draws random numbers",
     Raises: r"step\(\) raises RuntimeError: only on Thursdays",
     HoldsParameters: "attribute 'params' holds parameters",
     HoldsIds: r"attribute 'large' holds the id\(\) of a parameter",
     Wraps: "attribute 'base' holds a SGD",
-    StateOfItsOwn: "a state under 'all'",
+}
+REFUSED: dict[type, str] = {
+    Draws: "draws random numbers.*draws would not be those of the unsharded run",
+    StateOfItsOwn: "a state under 'all', which is not one of its parameters",
+    Names: "reads the names of its parameters",
+    MoreInStateDict: r"its state_dict\(\) also has 'count'",
+    AveragesOfTensors: r"its train\(\) and eval\(\) change parameters",
 }
 
 
-@pytest.mark.parametrize("kind", UNDECIDED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*UNDECIDED, *REFUSED], ids=lambda kind: kind.__name__)
 def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
     model, random = copy.deepcopy(MODEL), torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"{kind.__name__} may read.*{UNDECIDED[kind]}.*elementwise=True"):
-        zeroshard.shard(model, kind(model.parameters()))
+    given = model.named_parameters() if kind is Names else model.parameters()
+    wanted = (
+        f"cannot run on shards.*{REFUSED[kind]}" if kind in REFUSED else f"may read.*{UNDECIDED[kind]}.*elementwise="
+    )
+    with pytest.raises(ValueError, match=f"{kind.__name__} {wanted}"):
+        zeroshard.shard(model, kind(given))
     assert torch.equal(random, torch.get_rng_state())
-    check_elementwise(kind(model.parameters()), True, None)
+    for asserted in (True, False):
+        assert find_whole_param_groups(kind(list(model.parameters())), asserted, None) == [not asserted]
 
 
 def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() -> None:
@@ -212,7 +307,7 @@ def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() 
     replaced.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     for optimizer, why in ((hooked, "hooks on its step"), (replaced, "was replaced")):
         with pytest.raises(ValueError, match=why):
-            check_elementwise(optimizer, None, None)
+            find_whole_param_groups(optimizer, None, None)
 
 
 class MakesStates(Own):
@@ -273,10 +368,11 @@ class ByGroup(Own):
 @pytest.mark.slow
 def test_a_group_that_is_added_later_is_tried_too() -> None:
     model = copy.deepcopy(MODEL)
-    model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()))
-    with pytest.raises(ValueError, match="ByGroup reads more than one element"):
-        optimizer.add_param_group({"params": list(model[2].parameters()), "normalise": True})
-    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+    model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()), stage=3)
+    optimizer.add_param_group({"params": list(model[2].parameters()), "normalise": True})
+    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.1})
+    # a slice of two parameters, two whole parameters, a slice
+    assert [[p.ndim for p in group["params"]] for group in optimizer.inner.param_groups] == [[1], [2, 1], [1]]
     model(DATA).sum().backward()
     optimizer.step()
 
@@ -392,7 +488,7 @@ def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision
 
 
 def test_an_optimizer_that_averages_is_elementwise() -> None:
-    check_elementwise(Averages(MODEL.parameters()), None, None)
+    assert find_whole_param_groups(Averages(MODEL.parameters()), None, None) == [False]
 
 
 def test_train_and_eval_are_there_only_where_the_inner_optimizer_has_them() -> None:

@@ -1,16 +1,21 @@
-"""Find out by experiment whether an optimizer can run on flat shards.
+"""Find out by experiment on what an optimizer can run: flat slices, or whole parameters.
 
 [Note: testing that an optimizer is elementwise]
 zeroshard steps an optimizer on flat slices that split matrices and join parameters ([Note: optimizer slices]). This is
-correct only if the update of each element depends on that element alone. The class name does not tell: a subclass of
-AdamW may clip per tensor, a rule may read ``p.ndim``, a group may keep a sum over all parameters. So unless the class
-is one of torch's own elementwise optimizers, copies of the optimizer step the same values with the same gradients:
+correct only if the update of each element depends on that element alone. If it depends on its parameter alone, an owner
+steps the whole parameter ([Note: whole parameters]). The class name does not tell: a subclass of AdamW may clip per
+tensor, a rule may read ``p.ndim``, a group may keep a sum over all parameters. So unless the class is one of torch's
+own, copies of the optimizer step the same values with the same gradients:
 
     on full tensors     | (6, 4) | (5,) | () | (2, 3, 2, 2) | (4, 6) | (1,) | (3, 8) |
     as slices of ranks  | rank 0: one slice   | rank 1: one slice                    |     and other splits
+    whole, of two ranks | (6, 4) |      | () |              | (4, 6) |      | (3, 8) |     and other selections
 
 After each step the values must match, at the end also the states, and the numbers stored in groups and in the optimizer
-itself. ``_Trial`` says what is stepped, ``_Run`` steps one copy, and the ``_compare_…`` functions compare two runs.
+itself. A group whose slices match is elementwise; else it needs whole parameters if these match; else the optimizer is
+rejected, since it reads several parameters at once, or their order. At last all groups are stepped together, each as it
+was found, since one group may read another. ``_Trial`` says what is stepped, ``_Run`` steps one copy, and the
+``_compare_…`` functions compare two runs.
 
 What the trials must detect, and how:
 
@@ -19,33 +24,38 @@ What the trials must detect, and how:
 - rules on dimensions or sizes: 0 to 4 dimensions, and a second trial with large tensors in the model's own dtype;
 - warmups and work on every n-th step: after some steps the step counters are set close to 10,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
-- a rank that has no elements of a group: an empty group.
+- a rank that has no elements of a group: an empty group;
+- attributes that users set on parameters: whole parameters have them, slices do not;
+- parameters without a gradient: some of the whole tensors have none in one step.
 
 An optimizer that cannot be tested is rejected: if it raises on the copies, needs a closure, draws random numbers,
-communicates, holds parameters outside its groups, has hooks or a replaced ``step``, or stores what cannot be copied.
-The user's optimizer is only read, and no global random state changes. The copies run on the CPU (on the GPU only if
-that does not decide), eagerly: a dispatch mode is active, in which torch.compile does not compile.
+communicates, holds parameters outside its groups, reads their names, has hooks or a replaced ``step``, keeps states
+that are not those of a parameter, or stores what cannot be copied. The user's optimizer is only read, and no global
+random state changes. The copies run on the CPU (on the GPU only if that does not decide), without torch.compile.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.optim.optimizer_copy import (
     SHARED_TYPES,
     ElementwiseUndecidedError,
     OptimizerCopier,
+    OptimizerRefusedError,
     SideEffectGuard,
     check_can_copy,
 )
@@ -58,6 +68,8 @@ UNSUPPORTED_OPTIMIZERS = {
     "SparseAdam": "it needs sparse gradients, and zeroshard's gradients are dense",
 }
 WHOLE_PARAM_OPTIMIZERS = ("Adafactor", "Muon")  # of torch: known to update each parameter from that parameter alone
+
+_eager_lock = threading.Lock()  # torch's stance is global, and ranks may be threads
 
 JUMP_TO_STEP = 9_998  # new value of step counters: after warmups, and just before a multiple of many periods
 
@@ -98,13 +110,16 @@ def find_whole_param_groups(
     try:
         if new_group is None:
             check_can_copy(optimizer)
-        return _classify(optimizer, groups, dtype)
+        with _eager_lock, torch.compiler.set_stance("force_eager"):
+            return _classify(optimizer, groups, dtype)
     except ElementwiseMismatchError as difference:
         raise ValueError(
-            f"{kind} reads more than one parameter at a time, so it cannot run on shards: a trial on some of several "
-            f"small tensors gave different numbers than on all of them ({difference}). Use another optimizer (AdamW, "
-            "Muon, …), or pass elementwise=True to shard() if this difference is intended"
+            f"{kind} reads more than one parameter at a time, or their order, so it cannot run on shards: a trial on "
+            f"some of several small tensors gave different numbers than on all of them ({difference}). Use another "
+            "optimizer (AdamW, Muon, …), or pass elementwise=False to shard() if this difference is intended"
         ) from None
+    except OptimizerRefusedError as why:
+        raise ValueError(f"{kind} cannot run on shards, as a trial on small tensors has shown: {why}") from None
     except ElementwiseUndecidedError as why:
         raise ValueError(
             f"{kind} may read more than one parameter at a time, and then it cannot run on shards: a trial on small "
@@ -124,6 +139,8 @@ def _classify(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dt
         needs_whole = {key: _needs_whole(optimizer, group, dtype) for key, group in distinct.items()}
         if True not in needs_whole.values():  # each group alone is elementwise, and together they are not
             raise first
+    if len(distinct) > 1:  # they may read each other
+        _run_whole_trials(optimizer, list(distinct.values()), list(needs_whole.values()), dtype)
     return [needs_whole.get(_group_key(group), False) for group in groups]
 
 
@@ -132,12 +149,20 @@ def _needs_whole(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype:
     try:
         _run_trials(optimizer, [group], dtype)
     except (ElementwiseMismatchError, ElementwiseUndecidedError):
-        _run_whole_trials(optimizer, group, dtype)
+        _run_whole_trials(optimizer, [group], [True], dtype)
         return True
     return False
 
 
 # ------------------------------------------------------------------------------------------------------------ trials
+
+
+class _Span(NamedTuple):
+    """The elements of a group that a tensor of a trial has, and its shape."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -158,10 +183,13 @@ class _TrialSpec:
     def numel(self) -> int:
         return sum(self.sizes)
 
-    def with_dims(self, dims: Collection[int]) -> _TrialSpec:
-        """Return a trial of whole tensors with these numbers of dimensions; of all if there are none."""
-        shapes = tuple(shape for shape in self.shapes if len(shape) in dims) or self.shapes
-        return replace(self, shapes=shapes, splits=())
+    @property
+    def tensors(self) -> list[_Span]:
+        """The full tensors."""
+        ends = [0, *itertools.accumulate(self.sizes)]
+        return [
+            _Span(start, end, shape) for (start, end), shape in zip(itertools.pairwise(ends), self.shapes, strict=True)
+        ]
 
 
 _SMALL_TRIAL = _TrialSpec(
@@ -176,6 +204,13 @@ _LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (12
     grad_scales=(1, 0.1, 10),
     grad_scales_after_jump=(1, -3),
     splits=((0, 20_011), (20_011, 33_664)),
+    tolerance=2e-3,
+)
+_LARGE_WHOLE_TRIAL = _TrialSpec(  # the same, with few elements in a row: some rules factorize rows x rows matrices
+    shapes=((144, 128), (160,), (16, 4, 3, 3), (132, 160)),
+    grad_scales=(1, 0.1, 10),
+    grad_scales_after_jump=(1, -3),
+    splits=((0, 20_011), (20_011, 40_288), (), (0, 40_288)),
     tolerance=2e-3,
 )
 _HUGE_TRIAL = _TrialSpec(  # if the model has larger matrices than _LARGE_TRIAL
@@ -203,29 +238,26 @@ def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
             _run_first_decisive([trial(_HUGE_TRIAL, model_dtype, device) for device in devices])
 
 
-def _run_whole_trials(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Raise unless a group gives the same numbers for some of its parameters as for all.
-
-    A rule may accept only tensors of the dimensions that the group has, so the trial has no others.
-    """
-    parameters = group["params"]
-    dims = {p.dim() for p in parameters}
+def _run_whole_trials(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], is_whole: list[bool], dtype: torch.dtype | None
+) -> None:
+    """Raise unless groups give the same numbers if a rank has some of the whole parameters, or slices of the others."""
+    parameters = [p for group in groups for p in group["params"]]
     devices = list(dict.fromkeys([torch.device("cpu"), *(p.device for p in parameters if p.device.type == "cuda")]))
     for spec, dtypes in (
         (_SMALL_TRIAL, (torch.float64, torch.float32)),
-        (_LARGE_TRIAL, (dtype or parameters[0].dtype,)),
+        (_LARGE_WHOLE_TRIAL, (dtype or parameters[0].dtype,)),
     ):
-        restricted = spec.with_dims(dims)
-        trials = [_Trial(optimizer, [group], restricted, wide, device) for device in devices for wide in dtypes]
-        _run_first_decisive(trials, is_whole=True)
+        trials = [_Trial(optimizer, groups, spec, wide, device, is_whole) for device in devices for wide in dtypes]
+        _run_first_decisive(trials)
 
 
-def _run_first_decisive(trials: Iterable[_Trial], is_whole: bool = False) -> None:
+def _run_first_decisive(trials: Iterable[_Trial]) -> None:
     """Run trials until one decides: an optimizer may not support fp64, or the CPU."""
     reasons = []
     for trial in trials:
         try:
-            return trial.run_whole() if is_whole else trial.run()
+            return trial.run()
         except ElementwiseUndecidedError as error:
             reasons.append(error)
     raise reasons[0]
@@ -233,100 +265,95 @@ def _run_first_decisive(trials: Iterable[_Trial], is_whole: bool = False) -> Non
 
 @dataclass
 class _Trial:
-    """A comparison of one optimizer on full tensors and on slices."""
+    """A comparison of one optimizer on full tensors and on those that one rank would have."""
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
     spec: _TrialSpec
     dtype: torch.dtype
     device: torch.device
+    whole_groups: list[bool] | None = None  # the groups whose full tensors are owned by ranks; None: none
+
+    def __post_init__(self) -> None:
+        self.is_whole = self.whole_groups or [False] * len(self.groups)
+        self.has_whole = any(self.is_whole)
 
     def run(self) -> None:
         full = self._run_full()
-        for splits in self.spec.splits:
+        full.check_storable()
+        if full.reads and not self.has_whole:
+            raise ElementwiseMismatchError(f"it reads the attribute {full.reads[0]!r} of parameters, slices have none")
+        for number in range(4 if self.has_whole else len(self.spec.splits)):
+            spans = self._spans_of_rank(number)
+            part = _Run(self, spans, full.is_seeded)
             try:
-                sliced = _Run(self, splits, full.is_seeded)
-                sliced.run(jump=full.has_jumped)
+                part.run(full.has_jumped, full.has_unused)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
                 raise
             except Exception as error:
-                where = "without parameters" if not splits else "of flat slices"
-                what = f"on a group {where} it raises {type(error).__name__}: {error}"
+                count = sum(map(len, spans))
+                what = f"{count} of {len(self.spec.shapes)} tensors" if self.has_whole else "flat slices"
+                what = f"on {what if count else 'a group without parameters'} it raises {type(error).__name__}: {error}"
                 raise ElementwiseMismatchError(what) from error
-            if splits:
-                self._compare_values(full, sliced, splits[0], splits[-1])
-            _compare_states(full, sliced, self.spec.tolerance)
-            _compare_stored(full.stored, sliced.stored)
-
-    def run_whole(self) -> None:
-        """Compare some of the parameters, or none, with all. Existing states may have any shape, so it has none."""
-        full = self._run_full(may_seed=False)
-        count = len(self.spec.shapes)
-        for subset in (tuple(range(0, count, 2)), tuple(range(1, count, 2)), (count - 1,), ()):
-            part = _Run(self, None, full.is_seeded, subset)
-            try:
-                part.run(jump=full.has_jumped)
-            except (ElementwiseUndecidedError, ElementwiseMismatchError):
-                raise
-            except Exception as error:
-                what = f"on {len(subset)} of {count} parameters it raises {type(error).__name__}: {error}"
-                raise ElementwiseMismatchError(what) from error
-            self._compare_subset(full, part, subset)
+            self._compare_values(full, part)
+            _compare_states(full, part, self.spec.tolerance)
             _compare_stored(full.stored, part.stored)
 
-    def _compare_subset(self, full: _Run, part: _Run, subset: tuple[int, ...]) -> None:
-        """Compare the values after each step, and the states at the end, of the parameters in a subset."""
-        offset = 0
-        for position, index in enumerate(subset):
-            start, end = full.spans[index]
-            shape = self.spec.shapes[index]
-            for step, (expected, actual) in enumerate(zip(full.values, part.values, strict=True)):
-                if not _is_close(expected[start:end], actual[offset : offset + end - start]):
-                    raise ElementwiseMismatchError(
-                        f"after step {step + 1} a tensor of shape {shape} has other values if some others are missing"
-                    )
-            offset += end - start
-            states = [
-                dict(run.inner.state.get(run.parameters[0][i], {})) for run, i in ((full, index), (part, position))
-            ]
-            if not _is_close(*states):
-                raise ElementwiseMismatchError(f"a tensor of shape {shape} has other states if some others are missing")
+    def full_spans(self) -> list[list[_Span]]:
+        """Return the full tensors of each group: a rule may accept only the dimensions that a whole group has."""
+        found = []
+        for group, is_whole in zip(self.groups, self.is_whole, strict=True):
+            dims = {p.dim() for p in group["params"]}
+            spans = [span for span in self.spec.tensors if len(span.shape) in dims] if is_whole else []
+            found.append(spans or self.spec.tensors)
+        return found
 
-    def _compare_values(self, full: _Run, sliced: _Run, start: int, end: int) -> None:
-        """Compare the values after each step: ``sliced`` has the elements from ``start`` to ``end`` of each group."""
+    def _spans_of_rank(self, number: int) -> list[list[_Span]]:
+        """Return what a rank has of each group: some whole tensors, or none, or slices."""
+        found = []
+        for index, (tensors, is_whole) in enumerate(zip(self.full_spans(), self.is_whole, strict=True)):
+            splits = self.spec.splits[number % len(self.spec.splits)]
+            slices = [_Span(start, end, (end - start,)) for start, end in itertools.pairwise(splits)]
+            some = (tensors[::2], tensors[1::2], tensors[-1:], [])[(number + index) % 4]
+            found.append(some if is_whole else slices)
+        return found
+
+    def _compare_values(self, full: _Run, part: _Run) -> None:
+        """Compare the values that a rank has, after each step."""
         wide_dtype = torch.promote_types(self.dtype, torch.float32)
-        steps, groups = len(full.values), len(self.groups)
-        actual = torch.stack(sliced.values).to(wide_dtype).view(steps, groups, end - start)
-        expected = torch.stack(full.values).to(wide_dtype).view(steps, groups, self.spec.numel)[:, :, start:end]
-        initial = torch.stack(self.initial_values).to(wide_dtype)[:, start:end]
+        actual, expected = torch.stack(part.values).to(wide_dtype), torch.stack(full.values).to(wide_dtype)
+        initial = torch.stack(self.initial_values).to(wide_dtype)
         change = (expected - initial).abs().cummax(0).values
         rounding = 32 * torch.finfo(self.dtype).eps * torch.maximum(expected, initial).abs()
         error = (actual - expected).abs()
-        is_equal = (error <= self.spec.tolerance * change + rounding) | (expected == actual)
+        is_equal = (error <= self.spec.tolerance * change + rounding) | (expected == actual) | ~part.is_covered
         if bool(is_equal.all()):
             return
         step, group, position = torch.nonzero(~is_equal)[0].tolist()
-        index = next(i for i, (_, span_end) in enumerate(full.spans) if start + position < span_end)
-        of = f" of group {group}" if groups > 1 else ""
+        shape = next(span.shape for span in self.spec.tensors if position < span.end)
+        of = f" of group {group}" if len(self.groups) > 1 else ""
+        moves = [f"{(values - initial)[step, group, position].item():.6g}" for values in (actual, expected)]
+        where = ("without some others", "with all") if self.is_whole[group] else ("in a slice", "in the full tensor")
         raise ElementwiseMismatchError(
-            f"after step {step + 1} an element of a tensor of shape {self.spec.shapes[index]}{of} has moved by "
-            f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
-            f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
+            f"after step {step + 1} an element of a tensor of shape {shape}{of} has moved by {moves[0]} {where[0]}, "
+            f"and by {moves[1]} {where[1]}"
         )
 
-    def _run_full(self, may_seed: bool = True) -> _Run:
-        """Step full parameters, starting from states like the existing ones, or from none if that fails."""
-        for is_seeded in (True, False) if may_seed and any(self.optimizer.state.values()) else (False,):
-            for jump in (True, False):
-                full = _Run(self, None, is_seeded)
+    def _run_full(self) -> _Run:
+        """Step full parameters, starting from states like the existing ones, or from none if that fails.
+
+        Existing states of whole parameters may have any shape, so the trial has none.
+        """
+        can_seed = any(self.optimizer.state.values()) and not self.has_whole
+        for is_seeded in (True, False) if can_seed else (False,):
+            for jump, has_unused in itertools.product((True, False), (True, False) if self.has_whole else (False,)):
+                full = _Run(self, self.full_spans(), is_seeded, is_full=True)
                 try:
-                    full.run(jump)
+                    full.run(jump, has_unused)
                 except (ElementwiseUndecidedError, ElementwiseMismatchError):
                     raise
                 except Exception as error:
                     failed = error
-                    if not full.has_jumped:
-                        break
                 else:
                     full.check_values()
                     return full
@@ -387,60 +414,110 @@ class _Trial:
 # ---------------------------------------------------------------------------------------------- a copy of an optimizer
 
 
+class _TrialParameter(nn.Parameter):
+    """A parameter of a trial: has the attributes of one of the user's parameters, and records which are read."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that the user has set."""
+        found: _UserAttributes | None = self.__dict__.get("_user_attributes")
+        if found is None or name not in found.all_names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found.reads.append(name)
+        if name not in found.values:
+            raise AttributeError(name)
+        return found.values[name]
+
+
+class _UserAttributes(NamedTuple):
+    """The attributes that the user has set on one parameter."""
+
+    values: dict[str, Any]
+    all_names: Collection[str]  # of the attributes of any parameter
+    reads: list[str]  # shared by all parameters of a trial
+
+
+class _ParamNames(list[str]):
+    """The names of a group's parameters, which a rule must not read: on a rank, a group has other parameters."""
+
+    def __iter__(self) -> Any:
+        """Raise."""
+        raise OptimizerRefusedError(
+            "it reads the names of its parameters ('param_names'), and on a rank its groups have other parameters. "
+            "Give it parameters without names, and put those that it treats differently into groups of their own"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raise."""
+        return iter(self)
+
+
 class _Run:
     """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
-    def __init__(
-        self,
-        trial: _Trial,
-        splits: tuple[int, ...] | None,
-        is_seeded: bool,
-        subset: tuple[int, ...] | None = None,
-    ) -> None:
-        """``splits``: where slices begin and end; None: full tensors, all or a ``subset``."""
-        self._trial, self.is_seeded, self.has_jumped = trial, is_seeded, False
-        self.values: list[torch.Tensor] = []  # of all groups, after each step
+    def __init__(self, trial: _Trial, spans: list[list[_Span]], is_seeded: bool, is_full: bool = False) -> None:
+        """``spans``: the tensors of each group."""
+        self.trial, self.spans, self.is_seeded = trial, spans, is_seeded
+        self.has_jumped = self.has_unused = False
+        self.values: list[torch.Tensor] = []  # [groups, elements] after each step; NaN: in no tensor
         self.parameters: list[list[nn.Parameter]] = []
-        ends = [0, *itertools.accumulate(trial.spec.sizes)] if splits is None else splits
-        self.spans = list(itertools.pairwise(ends))
-        all_shapes: list[tuple[int, ...]] = [(end - start,) for start, end in self.spans]
-        if splits is None:
-            all_shapes = list(trial.spec.shapes)
-        if subset is not None:
-            self.spans = [self.spans[index] for index in subset]
-            all_shapes = [all_shapes[index] for index in subset]
+        self.reads: list[str] = []  # attributes of parameters
         self._copier = OptimizerCopier(trial.optimizer, trial.device)
         self.inner = self._copier.clone
         for number, (group, values) in enumerate(zip(trial.groups, trial.initial_values, strict=True)):
-            parameters = [
-                nn.Parameter(values[start:end].reshape(shape).clone())
-                for (start, end), shape in zip(self.spans, all_shapes, strict=True)
+            parameters: list[nn.Parameter] = [
+                _TrialParameter(values[start:end].reshape(shape).clone()) for start, end, shape in spans[number]
             ]
             self.parameters.append(parameters)
             options = self._copier.copy_options(group, number)
             if _is_number(options.get("lr")):
                 options["lr"] = trial.lr(options)
-            if splits is None:
-                _copy_attributes(parameters, group["params"])
-            if isinstance(group.get("param_names"), list):
-                names, count = group["param_names"], len(trial.spec.shapes)
-                options["param_names"] = [names[i * len(names) // count] for i in range(count)]
+            if is_full or trial.is_whole[number]:
+                self._set_attributes(parameters, group["params"], spans[number])
+            if "param_names" in group:
+                options["param_names"] = _ParamNames(group["param_names"])
             self.inner.param_groups.append({**options, "params": parameters})
             if is_seeded:
-                self._seed_states(group, parameters)
+                self._seed_states(group, parameters, spans[number])
 
-    def _seed_states(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
+    @cached_property
+    def is_covered(self) -> torch.Tensor:
+        """Which elements it has, as [groups, elements]."""
+        covered = torch.zeros(len(self.spans), self.trial.spec.numel, dtype=torch.bool, device=self.trial.device)
+        for number, spans in enumerate(self.spans):
+            for start, end, _ in spans:
+                covered[number, start:end] = True
+        return covered
+
+    def _set_attributes(self, parameters: list[nn.Parameter], originals: list[Any], spans: list[_Span]) -> None:
+        """Give the tensors the attributes that the user has set on parameters of as many dimensions; slices have none.
+
+        A tensor has the same ones in all runs.
+        """
+        found = [(p.dim(), {k: v for k, v in vars(p).items() if not k.startswith("_zeroshard")}) for p in originals]
+        all_names = {name for _, attributes in found for name in attributes}
+        if not all_names:
+            return
+        for parameter, span in zip(parameters, spans, strict=True):
+            same_dims = [attributes for dims, attributes in found if dims == len(span.shape)]
+            distinct = list(
+                {repr(attributes): attributes for attributes in same_dims or [a for _, a in found]}.values()
+            )
+            index = [tensor for tensor in self.trial.spec.tensors if len(tensor.shape) == len(span.shape)].index(span)
+            values = distinct[index % len(distinct)]
+            parameter.__dict__["_user_attributes"] = _UserAttributes(values, all_names, self.reads)
+
+    def _seed_states(self, group: Mapping[str, Any], parameters: list[nn.Parameter], spans: list[_Span]) -> None:
         """Create states like those of the optimizer: its constructor may have made states that a step needs."""
-        original, numel = self._trial.optimizer.state, self._trial.spec.numel
+        original, numel = self.trial.optimizer.state, self.trial.spec.numel
         example: Any = next((p for p in group["params"] if original.get(p)), None)
         for key, value in original[example].items() if example is not None else ():
             if is_elementwise(key, value, example.shape):
-                sample = value.detach().flatten()[:numel].to(self._trial.device)
+                sample = value.detach().flatten()[:numel].to(self.trial.device)
                 if not sample.numel():
                     continue
                 flattened = sample.repeat(-(-numel // sample.numel()))[:numel]
                 dtype = parameters[0].dtype if parameters and value.is_floating_point() else value.dtype
-                for parameter, (start, end) in zip(parameters, self.spans, strict=True):
+                for parameter, (start, end, _) in zip(parameters, spans, strict=True):
                     part = flattened[start:end].to(dtype).reshape(parameter.shape)
                     self.inner.state[parameter][key] = part.clone()
             elif is_scalar_state(value):
@@ -452,11 +529,15 @@ class _Run:
                     f"the state {key!r} of a parameter of shape {tuple(example.shape)} is {_short_repr(value)}"
                 )
 
-    def run(self, jump: bool) -> None:
-        """Step with each gradient; if ``jump``, advance the step counters in between."""
-        device, spec = self._trial.device, self._trial.spec
-        gradients = self._trial.gradients  # made here: the guard rejects random numbers
+    def run(self, jump: bool, has_unused: bool) -> None:
+        """Step with each gradient; if ``jump``, advance the step counters in between.
+
+        If ``has_unused``, some tensors have no gradient in one of the steps.
+        """
+        device, spec = self.trial.device, self.trial.spec
+        gradients = self.trial.gradients  # made here: the guard rejects random numbers
         default_device = device if torch.get_default_device() != device else nullcontext()
+        self.has_unused = has_unused
         with torch.no_grad(), default_device, SideEffectGuard():  # type: ignore[no-untyped-call]
             if callable(getattr(self.inner, "train", None)):
                 self.inner.train()
@@ -466,9 +547,7 @@ class _Run:
                     before = {key: value for key, value, _ in self._stored_numbers()}
                 if step == len(spec.grad_scales) and jump:
                     self._advance_counters(before)
-                for parameters, group_gradients in zip(self.parameters, gradients, strict=True):
-                    for parameter, (start, end) in zip(parameters, self.spans, strict=True):
-                        parameter.grad = group_gradients[step][start:end].reshape(parameter.shape).clone()
+                self._set_gradients([values[step] for values in gradients], has_unused and step == 2)
                 type(self.inner).step(self.inner)
                 self._record_values()
             if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers swap parameter values here
@@ -476,18 +555,55 @@ class _Run:
                 self._record_values()
                 self.inner.train()
                 self._record_values()
+                self._check_mode_switch()
+
+    def _set_gradients(self, gradients: list[torch.Tensor], has_unused: bool) -> None:
+        for number, (parameters, spans) in enumerate(zip(self.parameters, self.spans, strict=True)):
+            for parameter, span in zip(parameters, spans, strict=True):
+                gradient = gradients[number][span.start : span.end].reshape(span.shape).clone()
+                is_unused = has_unused and self.trial.is_whole[number] and self.trial.spec.tensors.index(span) % 3 == 1
+                parameter.grad = None if is_unused else gradient
+
+    def _check_mode_switch(self) -> None:
+        """Raise if train() or eval() change whole parameters, which have no values between steps."""
+        trained, *switched = (values[torch.tensor(self.trial.is_whole)] for values in self.values[-3:])
+        if any(not torch.equal(trained.nan_to_num(), values.nan_to_num()) for values in switched):
+            raise OptimizerRefusedError(
+                "its train() and eval() change parameters, and those that it does not update elementwise have their "
+                "values on their owners only in a step"
+            )
 
     def check_values(self) -> None:
         """Raise if the values cannot be compared."""
-        first, last = torch.cat(self._trial.initial_values), self.values[-1]
+        first, last = torch.stack(self.trial.initial_values)[self.is_covered], self.values[-1][self.is_covered]
         if not bool(last.isfinite().all()):
             raise ElementwiseUndecidedError("its values became infinite or NaN")
         if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a learning rate of 0
             raise ElementwiseUndecidedError("its steps changed nothing")
 
+    def check_storable(self) -> None:
+        """Raise if the optimizer keeps states that a checkpoint would not contain."""
+        own_ids = {id(p) for parameters in self.parameters for p in parameters}
+        for key in self.inner.state:
+            if id(key) not in own_ids:
+                raise OptimizerRefusedError(
+                    f"it keeps a state under {_short_repr(key)}, which is not one of its parameters: a checkpoint "
+                    "would not contain it, and ranks may have different ones"
+                )
+        if type(self.inner).state_dict is not torch.optim.Optimizer.state_dict:
+            more = sorted(map(str, self.inner.state_dict().keys() - {"state", "param_groups"}))
+            if more:
+                raise OptimizerRefusedError(
+                    f"its state_dict() also has {', '.join(map(repr, more))}, which a checkpoint would not contain"
+                )
+
     def _record_values(self) -> None:
-        flattened = [p.detach().flatten() for parameters in self.parameters for p in parameters]
-        self.values.append(torch.cat(flattened) if flattened else torch.zeros(0))
+        spec, trial = self.trial.spec, self.trial
+        recorded = torch.full((len(self.spans), spec.numel), math.nan, dtype=trial.dtype, device=trial.device)
+        for row, parameters, spans in zip(recorded, self.parameters, self.spans, strict=True):
+            for parameter, (start, end, _) in zip(parameters, spans, strict=True):
+                row[start:end] = parameter.detach().flatten()
+        self.values.append(recorded)
 
     def _stored_numbers(self) -> Iterable[tuple[Any, float, Callable[[Any], Any]]]:
         """Yield every number that the optimizer stores: its key, its value, and a function that sets it."""
@@ -523,20 +639,16 @@ class _Run:
         return found
 
 
-def _copy_attributes(parameters: list[nn.Parameter], originals: list[Any]) -> None:
-    """Copy the attributes that the user has set on parameters: a rule may depend on them. Slices have none."""
-    user_attributes = ({key: value for key, value in vars(p).items() if key != "_zeroshard"} for p in originals)
-    by_keys = {tuple(sorted(attributes)): attributes for attributes in user_attributes if attributes}
-    for parameter, attributes in zip(parameters, by_keys.values(), strict=False):
-        parameter.__dict__.update(attributes)
-
-
 def _distinct_groups(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the groups that differ by more than learning rate and weight decay, by their key."""
+    """Return the groups that differ by more than learning rate and weight decay, by their key.
+
+    Each has the parameters of all groups with this key.
+    """
     distinct: dict[str, dict[str, Any]] = {}
     for group in groups:
         if group["params"]:
-            distinct.setdefault(_group_key(group), group)
+            same = distinct.setdefault(_group_key(group), {**group, "params": []})
+            same["params"] += group["params"]
     return distinct
 
 
@@ -569,6 +681,10 @@ def _is_close(left: Any, right: Any) -> bool:
         )
     if type(left) is not type(right):
         return False
+    if isinstance(left, torch.Tensor) and is_traceable_wrapper_subclass(left):  # a quantized state, for example
+        (names, context), (_, other_context) = left.__tensor_flatten__(), right.__tensor_flatten__()
+        pairs = [(getattr(left, name), getattr(right, name)) for name in names]
+        return bool(context == other_context) and all(_is_close(*pair) for pair in pairs)
     if isinstance(left, torch.Tensor):
         return left.shape == right.shape and torch.allclose(left.double(), right.double(), 1e-5, equal_nan=True)
     if isinstance(left, (list, tuple, deque)):
@@ -584,29 +700,29 @@ def _compare_stored(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     for what in expected | actual:
         if not _is_close(expected.get(what), actual.get(what)):
             raise ElementwiseMismatchError(
-                f"{what} is {_short_repr(actual.get(what))} on a slice, "
-                f"{_short_repr(expected.get(what))} on full tensors"
+                f"{what} is {_short_repr(actual.get(what))} on the tensors of one rank, "
+                f"{_short_repr(expected.get(what))} on all"
             )
 
 
-def _compare_states(full: _Run, sliced: _Run, tolerance: float) -> None:
-    for copy in (full, sliced):
-        own_ids = {id(p) for parameters in copy.parameters for p in parameters}
-        for key in copy.inner.state:
-            if id(key) not in own_ids:
-                raise ElementwiseUndecidedError(
-                    f"it keeps a state under {_short_repr(key)}, which is not one of its parameters"
-                )
-    for parameters, slices in zip(full.parameters, sliced.parameters, strict=True):
-        for slice_param, (slice_start, slice_end) in zip(slices, sliced.spans, strict=True):
-            slice_state = dict(sliced.inner.state.get(slice_param, {}))
-            for parameter, (param_start, param_end) in zip(parameters, full.spans, strict=True):
-                start, end = max(slice_start, param_start), min(slice_end, param_end)
+def _compare_states(full: _Run, part: _Run, tolerance: float) -> None:
+    rows = zip(full.parameters, full.spans, part.parameters, part.spans, part.trial.is_whole, strict=True)
+    for parameters, spans, part_params, part_spans, is_whole in rows:
+        for part_param, part_span in zip(part_params, part_spans, strict=True):
+            part_state = dict(part.inner.state.get(part_param, {}))
+            if is_whole:
+                state = dict(full.inner.state.get(parameters[spans.index(part_span)], {}))
+                if not _is_close(state, part_state):
+                    what = f"a tensor of shape {part_span.shape}"
+                    raise ElementwiseMismatchError(f"{what} has other states if some others are missing")
+                continue
+            for parameter, span in zip(parameters, spans, strict=True):
+                start, end = max(part_span.start, span.start), min(part_span.end, span.end)
                 if start < end:
                     state = dict(full.inner.state.get(parameter, {}))
-                    expected = _StatePart(parameter, state, slice(start - param_start, end - param_start))
-                    actual = _StatePart(slice_param, slice_state, slice(start - slice_start, end - slice_start))
-                    _compare_state(expected, actual, tolerance)
+                    expected = _StatePart(parameter, state, slice(start - span.start, end - span.start))
+                    within = slice(start - part_span.start, end - part_span.start)
+                    _compare_state(expected, _StatePart(part_param, part_state, within), tolerance)
 
 
 class _StatePart(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import inspect
 import logging
@@ -11,7 +10,6 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.optim.step import is_scheduler_step
 
 MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
+_HEAP_TYPE = 1 << 9  # flag of classes that are made by a class statement
+RANDOM_ERROR = (
+    "its step() draws random numbers. A rank would draw for its own part of the parameters only, so its draws would "
+    "not be those of the unsharded run. Turn the randomness off in the optimizer, or use another one (AdamW, Muon, …)"
+)
 SHARED_TYPES = (  # values that a copy shares with the original
     *(type(None), bool, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, logging.Logger),
@@ -31,6 +34,10 @@ SHARED_TYPES = (  # values that a copy shares with the original
 
 class ElementwiseUndecidedError(Exception):
     """A trial cannot decide whether an optimizer is elementwise; the message says why."""
+
+
+class OptimizerRefusedError(ElementwiseUndecidedError):
+    """A trial shows that an optimizer cannot run on shards, elementwise or not; the message says why."""
 
 
 class OptimizerCopier:
@@ -43,6 +50,7 @@ class OptimizerCopier:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
+        self._objects: dict[int, Any] = {}  # copies of objects, by id; None: being copied
         self._param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.clone: Any = object.__new__(type(optimizer))
         for key, value in vars(optimizer).items():
@@ -100,12 +108,24 @@ class OptimizerCopier:
                 return types.MethodType(value.__func__, self.clone)
             if isinstance(value.__self__, type):
                 return value
-        is_plain = is_dataclass(value) or type(value) in (types.SimpleNamespace, argparse.Namespace)
-        if is_plain and hasattr(value, "__dict__"):
-            clone = object.__new__(type(value))
-            clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
+        if _is_plain_object(value):
+            clone = self._objects.setdefault(id(value), None)
+            if clone is None:
+                clone = object.__new__(type(value))
+                clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
+                self._objects[id(value)] = clone
             return clone
         raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether an object is all in its ``__dict__``: no optimizer or module, nothing of a C extension."""
+    if isinstance(value, (torch.optim.Optimizer, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    classes = type(value).__mro__[:-1]
+    is_python = all(kind.__flags__ & _HEAP_TYPE and not vars(kind).get("__slots__") for kind in classes)
+    has_own_copy = any(vars(kind).keys() & {"__reduce__", "__reduce_ex__", "__getstate__"} for kind in classes)
+    return (is_python and not has_own_copy) or type(value) is types.SimpleNamespace
 
 
 def check_can_copy(optimizer: torch.optim.Optimizer) -> None:
@@ -147,13 +167,15 @@ class SideEffectGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             random.setstate(self._rng_states_before[0])
             if self._numpy_random is not None:
                 self._numpy_random.set_state(self._rng_states_before[1])
-            raise ElementwiseUndecidedError("its step() draws random numbers")
+            raise OptimizerRefusedError(RANDOM_ERROR)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ElementwiseUndecidedError("its step() draws random numbers")
+            raise OptimizerRefusedError(RANDOM_ERROR)
         if "c10d" in func.namespace:
-            raise ElementwiseUndecidedError("its step() communicates between ranks")
+            raise OptimizerRefusedError(
+                "its step() communicates between ranks, as if each had full parameters. Use its variant for one device"
+            )
         return func(*args, **(kwargs or {}))
 
     def _rng_states(self) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.engine import Engine, FlatGrad, FlatParam, Gradients, GradScale
 from zeroshard.memory import TierSegment
@@ -209,9 +210,12 @@ def defer_clip(gradients: Gradients, slices: list[OptimizerSlice], grad_scale: G
 def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether a state has one value per element of a parameter of ``shape``, like a momentum and unlike a step count.
 
-    For a 0-dim parameter the shapes are equal, so the key ``step`` identifies the step count.
+    For a 0-dim parameter the shapes are equal, so the key ``step`` identifies the step count. Subclasses may store
+    something else than one value per element: quantized states, for example.
     """
-    return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
+    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    return value.shape == shape and (value.dim() > 0 or key != "step")
 
 
 def is_scalar_state(value: Any) -> bool:

@@ -109,9 +109,9 @@ class WholeParam:
     parameter: nn.Parameter = field(init=False)  # what the inner optimizer sees, on the owner
 
     def __post_init__(self) -> None:
-        placeholder = self.flat.placeholder(torch.Size()).to(self.dtype)
-        self._placeholder = placeholder.expand(self.flat.full_shapes[self.index])  # takes no memory
-        self.parameter = nn.Parameter(self._placeholder)
+        self.parameter = nn.Parameter(self._placeholder())
+        original = dict(self.flat.named_parameters)[self.name]  # a rule may read what the user has set on it
+        vars(self.parameter).update({k: v for k, v in vars(original).items() if not k.startswith("_zeroshard")})
 
     @property
     def name(self) -> str:

@@ -1,0 +1,340 @@
+"""Optimizer classes of torch, of public packages and of scripts: right or refused, never other numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_optimizer as po
+import torch
+from plain import full_parameters
+from ranks import run_threads, seeded
+from torch import nn
+from transformers.optimization import Adafactor as HuggingFaceAdafactor
+
+import zeroshard
+from zeroshard.optim.elementwise_check import find_whole_param_groups
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embedding": (11, 6),
+    "first": (8, 6),
+    "bias": (8,),
+    "second": (6, 8),
+    "convolution": (4, 3, 2, 2),
+    "scale": (1,),
+}
+STEPS, WORLD = 8, 2
+
+
+class Distance(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, factors: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (factors * (self.weight - target).square()).sum()
+
+
+class Model(nn.Module):
+    """The gradient of each element depends on that element alone, so all runs have gradients of the same bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.add_module(name, Distance(shape))
+
+    def forward(self, batch: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        return torch.stack([module(*batch[name]) for name, module in self.named_children()]).sum()
+
+
+def make_batch(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.rand(shape, generator=generator) + 0.1, torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
+
+
+with seeded(0):
+    MODEL = Model()
+BATCHES = [[make_batch(WORLD * step + rank) for rank in range(WORLD)] for step in range(STEPS)]
+
+
+# ----------------------------------------------------------------------------------------------- copied into a script
+
+
+class ScriptMuon(torch.optim.Optimizer):
+    """Muon as in many training scripts: matrices are orthogonalized, everything else is updated by Adam."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, first=torch.zeros_like(p))
+                    if p.ndim != 2:
+                        state["second"] = torch.zeros_like(p)
+                state["step"] += 1
+                state["first"].lerp_(p.grad, 0.1)
+                if p.ndim != 2:
+                    state["second"].lerp_(p.grad.square(), 0.05)
+                    p.addcdiv_(state["first"], state["second"].sqrt() + 1e-8, value=-0.1 * group["lr"])
+                    continue
+                update = p.grad.lerp(state["first"], 0.95)
+                update = update / (update.norm() + 1e-7)
+                for _ in range(5):
+                    gram = update @ update.T
+                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+                p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
+
+
+class ScriptLamb(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(first=torch.zeros_like(p), second=torch.zeros_like(p))
+                state["first"].lerp_(p.grad, 0.1)
+                state["second"].lerp_(p.grad.square(), 0.01)
+                update = state["first"] / (state["second"].sqrt() + 1e-6)
+                p.add_(update, alpha=-float(group["lr"] * p.norm() / update.norm().clamp(min=1e-6)))
+
+
+class ClipsGlobally(torch.optim.SGD):
+    """Clips by the norm of all gradients, inside the optimizer."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
+        return super().step(closure)
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Goes to the worst point nearby, and steps with the gradient there."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("a closure that computes the loss is needed")
+        return super().step(closure)
+
+
+class NoiseAfterSteps(torch.optim.SGD):
+    """Adds noise, from step 500 on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.count > 500:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad += torch.randn_like(p)
+        return super().step(closure)
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def of_params(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), **options)
+
+
+def of_matrices(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
+    return lambda model: kind([p for p in model.parameters() if p.ndim == 2], **options)
+
+
+def of_groups(kind: Callable[..., torch.optim.Optimizer], group: dict[str, Any], rest: dict[str, Any]) -> Make:
+    """Matrices in a group with ``group``'s options, all others in one with ``rest``'s."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, others = (
+            [p for p in model.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False)
+        )
+        return kind([{"params": matrices, **group}, {"params": others, **rest}])
+
+    return make
+
+
+@dataclass
+class Row:
+    """What is expected of a class: how it is updated, or why it is refused."""
+
+    make: Make
+    expected: str  # elementwise, whole, mixed (a group of each), or the reason
+    tolerance: float = 1e-6  # relative; 1e-3 if the rule computes in bf16
+
+
+RANDOM, TOGETHER = "draws random numbers", "reads more than one parameter at a time"
+PROJECTED = {"rank": 2, "update_proj_gap": 3, "scale": 1.0, "projection_type": "std"}
+muon_groups = partial(of_groups, group={"use_muon": True}, rest={"use_muon": False})
+
+TABLE: dict[str, Row] = {
+    "torch.optim.SGD": Row(of_params(torch.optim.SGD, lr=0.1, momentum=0.9), "elementwise"),
+    "torch.optim.Adam": Row(of_params(torch.optim.Adam), "elementwise"),
+    "torch.optim.AdamW": Row(of_params(torch.optim.AdamW, amsgrad=True), "elementwise"),
+    "torch.optim.NAdam": Row(of_params(torch.optim.NAdam), "elementwise"),
+    "torch.optim.RAdam": Row(of_params(torch.optim.RAdam), "elementwise"),
+    "torch.optim.Adamax": Row(of_params(torch.optim.Adamax), "elementwise"),
+    "torch.optim.Adagrad": Row(of_params(torch.optim.Adagrad), "elementwise"),
+    "torch.optim.Adadelta": Row(of_params(torch.optim.Adadelta), "elementwise"),
+    "torch.optim.ASGD": Row(of_params(torch.optim.ASGD, t0=2), "elementwise"),
+    "torch.optim.RMSprop": Row(of_params(torch.optim.RMSprop, centered=True), "elementwise"),
+    "torch.optim.Rprop": Row(of_params(torch.optim.Rprop), "elementwise"),
+    "torch.optim.Adafactor": Row(of_params(torch.optim.Adafactor), "whole"),
+    "torch.optim.Muon": Row(of_matrices(torch.optim.Muon, lr=0.02), "whole", 1e-3),
+    "torch.optim.LBFGS": Row(of_params(torch.optim.LBFGS), "searches along all parameters at once"),
+    "torch.optim.SparseAdam": Row(of_params(torch.optim.SparseAdam), "needs sparse gradients"),
+    "transformers.Adafactor": Row(of_params(HuggingFaceAdafactor), "whole"),
+    "a script's Muon": Row(of_params(ScriptMuon), "whole"),
+    "a script's LAMB": Row(of_params(ScriptLamb), "whole"),
+    "a script's global clipping": Row(of_params(ClipsGlobally, lr=0.1), TOGETHER),
+    "a script's SAM": Row(of_params(SharpnessAware, lr=0.1), "a closure that computes the loss is needed"),
+    "a script's late noise": Row(of_params(NoiseAfterSteps), RANDOM),
+    "pytorch_optimizer.A2Grad": Row(of_params(po.A2Grad, lr=0.01), "whole"),
+    "pytorch_optimizer.AdaBelief": Row(of_params(po.AdaBelief), "elementwise"),
+    "pytorch_optimizer.AdaGC": Row(of_params(po.AdaGC), TOGETHER),
+    "pytorch_optimizer.AdaHessian": Row(of_params(po.AdaHessian), RANDOM),
+    "pytorch_optimizer.Adai": Row(of_params(po.Adai), TOGETHER),
+    "pytorch_optimizer.Adalite": Row(of_params(po.Adalite), "whole"),
+    "pytorch_optimizer.AdamP": Row(of_params(po.AdamP), "whole"),
+    "pytorch_optimizer.Adan": Row(of_params(po.Adan), "elementwise"),
+    "pytorch_optimizer.AdaMuon": Row(muon_groups(po.AdaMuon), "mixed", 1e-3),
+    "pytorch_optimizer.AdEMAMix": Row(of_params(po.AdEMAMix), "elementwise"),
+    "pytorch_optimizer.ADOPT": Row(of_params(po.ADOPT), "elementwise"),
+    "pytorch_optimizer.AggMo": Row(of_params(po.AggMo), "whole"),
+    "pytorch_optimizer.AliG": Row(of_params(po.AliG), "AliG requires closure"),
+    "pytorch_optimizer.APOLLO": Row(of_groups(po.APOLLO, {**PROJECTED, "scale_type": "tensor"}, {}), RANDOM),
+    "pytorch_optimizer.ASGD": Row(of_params(po.ASGD), TOGETHER),
+    "pytorch_optimizer.CAME": Row(of_params(po.CAME), "whole"),
+    "pytorch_optimizer.Conda": Row(of_groups(po.Conda, {"update_proj_gap": 3, "scale": 1.0}, {}), "whole"),
+    "pytorch_optimizer.DAdaptAdam": Row(of_params(po.DAdaptAdam), TOGETHER),
+    "pytorch_optimizer.DAdaptLion": Row(of_params(po.DAdaptLion), TOGETHER),
+    "pytorch_optimizer.DAdaptSGD": Row(of_params(po.DAdaptSGD), TOGETHER),
+    "pytorch_optimizer.EmoNavi": Row(of_params(po.EmoNavi), "a state under 'ema', which is not one of its parameters"),
+    "pytorch_optimizer.Fromage": Row(of_params(po.Fromage), "whole"),
+    "pytorch_optimizer.GaLore": Row(of_groups(po.GaLore, PROJECTED, {}), "mixed"),
+    "pytorch_optimizer.Grams": Row(of_params(po.Grams), "elementwise"),
+    "pytorch_optimizer.Gravity": Row(of_params(po.Gravity), RANDOM),
+    "pytorch_optimizer.Kron": Row(of_params(po.Kron), RANDOM),
+    "pytorch_optimizer.Lamb": Row(of_params(po.Lamb), "whole"),
+    "pytorch_optimizer.LARS": Row(of_params(po.LARS), "whole"),
+    "pytorch_optimizer.Lion": Row(of_params(po.Lion), "elementwise"),
+    "pytorch_optimizer.Lookahead": Row(lambda m: po.Lookahead(po.AdamW(m.parameters()), k=3), "holds a AdamW"),
+    "pytorch_optimizer.LoRARite": Row(of_params(po.LoRARite), "on shards"),
+    "pytorch_optimizer.MADGRAD": Row(of_params(po.MADGRAD), "a state under 'k', which is not one of its parameters"),
+    "pytorch_optimizer.MARS": Row(of_params(po.MARS), "whole"),
+    "pytorch_optimizer.Muon": Row(muon_groups(po.Muon), "mixed", 1e-3),
+    "pytorch_optimizer.Nero": Row(of_params(po.Nero), "whole"),
+    "pytorch_optimizer.NovoGrad": Row(of_params(po.NovoGrad), "whole"),
+    "pytorch_optimizer.PID": Row(of_params(po.PID), "elementwise"),
+    "pytorch_optimizer.Prodigy": Row(of_params(po.Prodigy), TOGETHER),
+    "pytorch_optimizer.Ranger": Row(of_params(po.Ranger, k=3), "whole"),
+    "pytorch_optimizer.SaRA": Row(of_params(po.SaRA), "KeyError: 'mask'"),
+    "pytorch_optimizer.ScalableShampoo": Row(of_params(po.ScalableShampoo, preconditioning_compute_steps=3), RANDOM),
+    "pytorch_optimizer.ScheduleFreeAdamW": Row(of_params(po.ScheduleFreeAdamW), "elementwise"),
+    "pytorch_optimizer.ScheduleFreeSGD": Row(of_params(po.ScheduleFreeSGD), "elementwise"),
+    "pytorch_optimizer.SCION": Row(of_params(po.SCION), "whole"),
+    "pytorch_optimizer.Shampoo": Row(of_params(po.Shampoo, preconditioning_compute_steps=3), "whole"),
+    "pytorch_optimizer.SM3": Row(of_params(po.SM3), "whole"),
+    "pytorch_optimizer.SOAP": Row(of_params(po.SOAP, precondition_frequency=3), "whole"),
+    "pytorch_optimizer.SophiaH": Row(of_params(po.SophiaH), RANDOM),
+    "pytorch_optimizer.SPlus": Row(of_params(po.SPlus, inverse_steps=3), "its train\\(\\) and eval\\(\\) change"),
+    "pytorch_optimizer.StableAdamW": Row(of_params(po.StableAdamW), "whole"),
+    "pytorch_optimizer.StableSPAM": Row(of_params(po.StableSPAM), r"its state_dict\(\) also has 'total_step'"),
+    "pytorch_optimizer.Yogi": Row(of_params(po.Yogi), "elementwise"),
+}
+OUTCOMES = ("elementwise", "whole", "mixed")
+
+
+def train(model: Any, optimizer: Any, ranks: range) -> None:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for batches in BATCHES:
+        for rank in ranks:
+            (model(batches[rank]) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal(actual: Any, expected: Any, tolerance: float, where: str) -> None:
+    """Compare what optimizers store: tensors, numbers, containers and objects that hold these."""
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
+        scale = float(expected.abs().max()) if expected.numel() and expected.is_floating_point() else 0.0
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=tolerance * scale, msg=lambda text: f"{where}: {text}"
+        )
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key in expected:
+            assert_equal(actual[key], expected[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for index, pair in enumerate(zip(actual, expected, strict=True)):
+            assert_equal(*pair, tolerance, f"{where}[{index}]")
+    elif hasattr(expected, "__dict__"):
+        assert_equal(vars(actual), vars(expected), tolerance, where)
+    else:
+        assert actual == (pytest.approx(expected, rel=tolerance) if isinstance(expected, float) else expected), where
+
+
+def without_empty(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Drop states without entries: a class may have looked one up and stored nothing."""
+    return {**state_dict, "state": {key: state for key, state in state_dict["state"].items() if state}}
+
+
+def test_the_table_has_forty_classes() -> None:
+    assert len(TABLE) >= 40 and all(name in TABLE for name in ("torch.optim.Muon", "pytorch_optimizer.SOAP"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if row.expected == "mixed" else ()) for name, row in TABLE.items()],
+)
+def test_a_class_is_right_or_refused(name: str) -> None:
+    row = TABLE[name]
+    warnings.simplefilter("ignore")
+    model = copy.deepcopy(MODEL)
+    optimizer = row.make(model)
+    if row.expected not in OUTCOMES:
+        with pytest.raises(ValueError, match=row.expected):
+            find_whole_param_groups(optimizer, None, None)
+        return
+    needs_whole = find_whole_param_groups(optimizer, None, None)
+    found = "mixed" if len(set(needs_whole)) > 1 else "whole" if needs_whole[0] else "elementwise"
+    assert found == row.expected
+    train(model, optimizer, range(WORLD))
+    expected, states = dict(model.named_parameters()), without_empty(optimizer.state_dict())
+
+    def body(rank: int) -> tuple[Any, Any]:
+        ours = copy.deepcopy(MODEL)
+        asserted = None if found == "mixed" else found == "elementwise"  # do not try again
+        ours, sharded = zeroshard.shard(ours, row.make(ours), stage=2, elementwise=asserted)
+        train(ours, sharded, range(rank, rank + 1))
+        return full_parameters(ours), without_empty(sharded.state_dict())
+
+    for parameters, sharded_states in run_threads(WORLD, body):
+        for param_name, parameter in expected.items():
+            assert_equal(parameters[param_name], parameter.detach(), row.tolerance, param_name)
+        assert_equal(sharded_states, states, row.tolerance, "state_dict()")
