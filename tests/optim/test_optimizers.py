@@ -488,6 +488,7 @@ def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision
 
 
 def test_an_optimizer_that_averages_is_elementwise() -> None:
+    assert find_whole_param_groups(Averages(MODEL.named_parameters()), None, None) == [False]
     assert find_whole_param_groups(Averages(MODEL.parameters()), None, None) == [False]
 
 

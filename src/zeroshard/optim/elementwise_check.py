@@ -630,7 +630,11 @@ class _Run:
         found: dict[str, Any] = {}
         for number, group in enumerate(groups):
             of = "" if len(groups) == 1 else f" of group {number}"
-            found |= {f"the group's number {key + of!r}": value for key, value in group.items() if key != "params"}
+            found |= {
+                f"the group's number {key + of!r}": value
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
         for key, value in vars(self.inner).items():
             is_function = isinstance(value, (types.MethodType, types.FunctionType, partial))
             is_torchs = key in ("param_groups", "state", "defaults") or key.startswith("_optimizer_")
