@@ -10,6 +10,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.optim.step import is_scheduler_step
+from zeroshard.optim.slices import is_elementwise
 
 MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
 _HEAP_TYPE = 1 << 9  # flag of classes that are made by a class statement
@@ -128,6 +129,12 @@ def _is_plain_object(value: Any) -> bool:
     return (is_python and not has_own_copy) or type(value) is types.SimpleNamespace
 
 
+def is_scheduler_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the ``step`` in an optimizer's ``__dict__`` is an LR scheduler's wrapper, which only counts."""
+    step: Any = vars(optimizer).get("step")
+    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
+
+
 def check_can_copy(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer does something that a trial cannot show or must not run."""
     if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
@@ -183,3 +190,43 @@ class SideEffectGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return random.getstate(), None
         name, keys, *rest = self._numpy_random.get_state()
         return random.getstate(), (name, keys.tolist(), *rest)
+
+
+def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the state bytes per fp32 element of an optimizer, measured by a step on a small parameter.
+
+    >>> state_bytes_per_element(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+    8
+    >>> state_bytes_per_element(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9))
+    4
+    """
+    if optimizer is None or not optimizer.param_groups:
+        return 0
+    shape = torch.Size([2])
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # these draw no random numbers
+    try:
+        with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
+            state = state_after_first_step(optimizer, optimizer.param_groups[0], shape)
+    except Exception:  # a custom optimizer that cannot step alone: assume two fp32 states, like Adam
+        return 8
+    return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
+
+
+def state_after_first_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
+) -> dict[str, Any]:
+    """Return the state of a parameter of ``shape`` after one step with a group's hyper-parameters.
+
+    A copy of the optimizer steps a new parameter. Its exceptions are not caught.
+
+    >>> list(state_after_first_step(torch.optim.Adam([nn.Parameter(torch.ones(1))]), {"lr": 1e-3}, torch.Size([2])))
+    Traceback (most recent call last):
+        ...
+    KeyError: 'betas'
+    """
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    copier = OptimizerCopier(optimizer, parameter.device)
+    copier.clone.param_groups = [{**copier.copy_options(group, 0), "params": [parameter]}]
+    type(optimizer).step(copier.clone)
+    return dict(copier.clone.state[parameter])

@@ -17,12 +17,9 @@ The slice that holds it is then split permanently into one slice per parameter, 
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from operator import attrgetter
@@ -308,48 +305,6 @@ def _group_spans(flat: FlatParam, names: set[str]) -> Iterator[tuple[Range, torc
             for segment, common in flat.master.segments_in(span):
                 values = segment.tensor[common.shift(-segment.span.start).slice]
                 yield common, values, segment if segment.is_offloaded else None
-
-
-def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the state bytes per fp32 element of an optimizer, measured by a step on a small parameter.
-
-    >>> state_bytes_per_element(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
-    8
-    >>> state_bytes_per_element(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9))
-    4
-    """
-    if optimizer is None or not optimizer.param_groups:
-        return 0
-    shape = torch.Size([2])
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # these draw no random numbers
-    try:
-        with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
-            state = state_after_first_step(optimizer, optimizer.param_groups[0], shape)
-    except Exception:  # a custom optimizer that cannot step alone: assume two fp32 states, like Adam
-        return 8
-    return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
-
-
-def state_after_first_step(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
-) -> dict[str, Any]:
-    """Return the state of a parameter of ``shape`` after one step with a group's hyper-parameters.
-
-    A shallow copy of the optimizer steps a new parameter. Its exceptions are not caught.
-
-    >>> list(state_after_first_step(torch.optim.Adam([nn.Parameter(torch.ones(1))]), {"lr": 1e-3}, torch.Size([2])))
-    Traceback (most recent call last):
-        ...
-    KeyError: 'betas'
-    """
-    parameter = nn.Parameter(torch.zeros(shape))
-    parameter.grad = torch.zeros(shape)
-    copied: Any = copy.copy(optimizer)
-    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    copied.param_groups = [{**group, "params": [parameter], "capturable": False, "fused": None}]
-    copied.state = defaultdict(dict)
-    type(optimizer).step(copied)
-    return dict(copied.state[parameter])
 
 
 def is_adjacent(left: torch.Tensor, right: torch.Tensor) -> bool:

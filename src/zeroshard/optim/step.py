@@ -43,6 +43,7 @@ from zeroshard.engine import Engine, FlatParam, GradScale, compute_norms
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
+from zeroshard.optim.optimizer_copy import is_scheduler_step
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.optim.whole_params import WholeParam, WholeParams
 from zeroshard.sharding import ALIGN_ELEMENTS
@@ -157,12 +158,6 @@ class OptimizerStep:
                 flat_grad.wait_copy()  # it was changed after it was offloaded
                 magnitudes += [norm.to(self._engine.comm.device) for norm in compute_norms([flat_grad.shard], math.inf)]
         return on_device, magnitudes
-
-
-def is_scheduler_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the ``step`` in an optimizer's ``__dict__`` is an LR scheduler's wrapper, which only counts."""
-    step: Any = vars(optimizer).get("step")
-    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
 
 
 class SliceGrad(NamedTuple):

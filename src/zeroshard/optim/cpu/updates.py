@@ -28,7 +28,8 @@ from zeroshard.optim.cpu.kernels import CpuKernels, load_kernels
 from zeroshard.optim.cpu.speculation import Speculation, Speculator
 from zeroshard.optim.cpu.staging import DiskStaging, PinnedStaging
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
-from zeroshard.optim.slices import OptimizerSlice, defer_clip, state_bytes_per_element
+from zeroshard.optim.optimizer_copy import state_bytes_per_element
+from zeroshard.optim.slices import OptimizerSlice, defer_clip
 
 SPECULATION_MEMORY_FRACTION = 0.7  # of the free host memory
 
