@@ -11,6 +11,7 @@ import torch
 from plain import assert_close, full_parameters
 from ranks import RanksFailed, run_threads, seeded
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard
 from zeroshard.optim.elementwise_check import find_whole_param_groups
@@ -548,6 +549,50 @@ def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path)
             call()
     ours(DATA).sum().backward()  # nothing has changed
     sharded.step()
+
+
+class Subclass(Own):
+    """Keeps a tensor subclass, as optimizers with quantized states do."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        pair = self.state[p].get("pair", TwoTensor(torch.zeros_like(p), torch.zeros_like(p)))
+        self.state[p]["pair"] = TwoTensor(0.5 * pair.a + momentum, pair.b + 1)
+        return self.state[p]["pair"].a
+
+
+def test_states_that_are_tensor_subclasses_are_saved_by_their_owners(tmp_path: Path) -> None:
+    def step(model: Any, optimizer: Any) -> None:
+        model(DATA).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = copy.deepcopy(MODEL)
+    expected = Subclass(plain.parameters())
+    for _ in range(3):
+        step(plain, expected)
+
+    def body(rank: int, stage: int, is_load: bool) -> Any:
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zeroshard.shard(model, Subclass(model.parameters()), stage=stage)
+        if is_load:
+            zeroshard.load(tmp_path / "a", model, optimizer)
+        else:
+            step(model, optimizer)
+            zeroshard.save(tmp_path / "a", model, optimizer)
+        for _ in range(2):
+            step(model, optimizer)
+        nbytes = zeroshard.report(model).memory["optimizer states", "device"].now
+        return full_parameters(model), optimizer.state_dict()["state"], nbytes
+
+    for world, stage, is_load in ((2, 2, False), (4, 3, True)):
+        results = run_threads(world, body, stage, is_load)
+        for parameters, states, _ in results:
+            assert_close(parameters, dict(plain.named_parameters()))
+            for number, p in enumerate(plain.parameters()):
+                assert type(states[number]["pair"]) is TwoTensor
+                assert_close({"a": states[number]["pair"].a}, {"a": expected.state[p]["pair"].a})
+                assert states[number]["pair"].b.eq(3).all()
+        assert sum(nbytes for _, _, nbytes in results) == 3 * 4 * sum(p.numel() for p in plain.parameters())
 
 
 class SumInState(Own):

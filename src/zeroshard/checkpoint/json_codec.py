@@ -3,7 +3,9 @@
 [Note: JSON encoding]
 JSON has strings, numbers, lists and objects. Other types are written as an object with a tag, a key that begins with
 ``$``: ``{"$tuple": [1, 2]}``. Tensors are saved in the safetensors files, and the JSON refers to them by name; most
-0-dim tensors are written inline. Nothing is pickled: a checkpoint contains no code, and loading one runs none.
+0-dim tensors are written inline. A tensor subclass, such as a quantized optimizer state, is written as the plain
+tensors that it consists of; to load it, the program must have imported its class. Nothing is pickled: a checkpoint
+contains no code, and loading one imports none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.optim import ShardedOptimizer
 
@@ -60,6 +63,16 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") ->
 
 
 def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        content = {
+            "class": f"{type(value).__module__}:{type(value).__qualname__}",
+            "tensors": {name: getattr(value, name) for name in names},
+            "context": context,
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+        }
+        return {"$subclass": encode(content, tensors, path)}
     if value.dim() == 0 and not value.is_complex() and value.dtype not in (torch.float64, torch.bool):
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
@@ -162,6 +175,20 @@ def _decode_array(tensor: torch.Tensor, dtype_name: str) -> Any:
     return tensor.numpy().astype(dtype, copy=False)
 
 
+def _decode_subclass(content: dict[str, Any]) -> torch.Tensor:
+    module, _, name = content["class"].partition(":")
+    kind = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise ValueError(f"import {module}.{name} before loading")
+    size, stride = torch.Size(content["shape"]), tuple(content["stride"])
+    tensor: torch.Tensor = kind.__tensor_unflatten__(content["tensors"], content["context"], size, stride)
+    return tensor
+
+
+def _is_subclass(content: Any) -> bool:
+    return isinstance(content, dict) and content.keys() == {"class", "tensors", "context", "shape", "stride"}
+
+
 def _is_instance(kind: type) -> Callable[[Any], bool]:
     return lambda content: isinstance(content, kind)
 
@@ -183,6 +210,7 @@ _DECODERS: dict[str, tuple[str, Callable[..., bool], Callable[..., Any]]] = {
         lambda tensor, name: isinstance(tensor, torch.Tensor) and isinstance(name, str),
         _decode_array,
     ),
+    "$subclass": ("a tensor subclass that is imported", _is_subclass, _decode_subclass),
     "$float": ("'inf', '-inf' or 'nan'", lambda text: text in ("inf", "-inf", "nan"), float),
     "$bytes": ("base64", _is_instance(str), lambda text: base64.b64decode(text, validate=True)),
     "$dtype": ("the name of a torch dtype", _is_instance(str), parse_dtype),

@@ -230,3 +230,28 @@ def state_after_first_step(
     copier.clone.param_groups = [{**copier.copy_options(group, 0), "params": [parameter]}]
     type(optimizer).step(copier.clone)
     return dict(copier.clone.state[parameter])
+
+
+def read_state_dict(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], shapes: list[list[torch.Size]], dtype: torch.dtype
+) -> dict[Any, dict[str, Any]]:
+    """Return the states in a state dict by id, in the form in which the optimizer stores them.
+
+    A class may have its own ``load_state_dict``, because its ``state_dict()`` has another form: bitsandbytes nests
+    quantized states. ``shapes`` of the parameters by group; ``dtype``: that of the updates.
+
+    >>> sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    >>> state_dict = {"state": {0: {"momentum_buffer": torch.zeros(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    >>> read_state_dict(sgd, state_dict, [[torch.Size([2])]], torch.float32)
+    {0: {'momentum_buffer': tensor([0., 0.])}}
+    """
+    states: dict[Any, dict[str, Any]] = state_dict["state"]
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        return states
+    clone = OptimizerCopier(optimizer, torch.device("cpu")).clone
+    scalar = torch.zeros((), dtype=dtype)  # expanded: the parameters take no memory
+    clone.param_groups = [{"params": [nn.Parameter(scalar.expand(shape)) for shape in group]} for group in shapes]
+    clone.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
+    parameters = [p for group in clone.param_groups for p in group["params"]]
+    ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
+    return {param_id: clone.state[p] for param_id, p in zip(ids, parameters, strict=True) if p in clone.state}

@@ -17,6 +17,7 @@ from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import find_whole_param_groups
 from zeroshard.optim.loss_scale import LossScale
+from zeroshard.optim.optimizer_copy import read_state_dict
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
@@ -271,11 +272,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, of a plain optimizer or of :meth:`state_dict`. Each rank keeps its shard."""
         self._engine.state_guard.prepare_write()
-        groups, states = state_dict["param_groups"], state_dict["state"]
+        groups = state_dict["param_groups"]
         sizes, expected = [len(group["params"]) for group in groups], [len(names) for names in self.group_param_names]
         if sizes != expected:
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {expected}")
-        names = [name for group in self.group_param_names for name in group]
+        names, shapes = [name for group in self.group_param_names for name in group], self._states.full_shapes()
+        dtype = _update_dtype(self._engine.context.config) or self.param_groups[0]["params"][0].dtype
+        group_shapes = [[shapes[name] for name in group] for group in self.group_param_names]
+        states = read_state_dict(self.inner, state_dict, group_shapes, dtype)
         param_ids = [param_id for group in groups for param_id in group["params"]]
         found = {name: states[param_id] for name, param_id in zip(names, param_ids, strict=True) if param_id in states}
         self._states.check_full(found)

@@ -193,7 +193,7 @@ class OptimizerStates:
 
     def check_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Raise if full states, by parameter name, cannot be sharded."""
-        self.check_shardable(describe_full_states(states, self._full_shapes()))
+        self.check_shardable(describe_full_states(states, self.full_shapes()))
 
     def check_shardable(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise if states, by their descriptions, cannot be sharded. Owners keep any state of whole parameters."""
@@ -206,7 +206,7 @@ class OptimizerStates:
         self._groups.frozen_states.clear()
         if not states:
             return
-        self.allocate(describe_full_states(states, self._full_shapes()))
+        self.allocate(describe_full_states(states, self.full_shapes()))
         places = {name: (f, i) for unit in self._engine.units for f in unit.flats for i, name in enumerate(f.names)}
         whole_names = {param.name for param in self._groups.whole.params}  # without frozen ones
         for param in self._groups.whole.owned():
@@ -278,7 +278,8 @@ class OptimizerStates:
                     {key: value for key, value in state.items() if key not in dtypes},
                 )
 
-    def _full_shapes(self) -> dict[str, torch.Size]:
+    def full_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of all parameters, by name."""
         flats = [flat for unit in self._engine.units for flat in unit.flats]
         return {name: shape for flat in flats for name, shape in zip(flat.names, flat.full_shapes, strict=True)}
 

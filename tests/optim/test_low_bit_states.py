@@ -1,0 +1,124 @@
+"""Optimizers of bitsandbytes and torchao, whose states have 4 or 8 bits. They are tested where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import full_parameters
+from ranks import run_processes, seeded
+from torch import nn
+
+import zeroshard
+
+BITSANDBYTES = ["bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.Lion8bit", "bitsandbytes.optim.LAMB8bit"]
+TORCHAO = ["torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit", "torchao.optim.AdamWFp8"]
+NUMEL = 256 * 256  # of each matrix; the vector has less than 4096 elements, so its states are in fp32
+STEPS = 4
+
+
+class Distance(nn.Module):
+    """The gradient of each element depends on that element alone, so all runs have gradients of the same bits."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, seed: int) -> torch.Tensor:
+        target = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(seed))
+        return (self.weight - target).square().sum()
+
+
+def make_model() -> Any:
+    with seeded(0):
+        return nn.ModuleList([Distance(256, 256), Distance(64), Distance(128, 512)])
+
+
+def make(name: str, model: nn.Module) -> Any:
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(module), kind)(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        for module in model:
+            module(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_plain(name: str) -> dict[str, torch.Tensor]:
+    model = make_model()
+    optimizer = make(name, model)
+    train(model, optimizer, 0, STEPS)
+    return {key: p.detach() for key, p in model.named_parameters()}
+
+
+@torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes longer than all tests
+def train_and_save(rank: int, name: str, path: str) -> tuple[Any, float]:
+    model = make_model()
+    model, optimizer = zeroshard.shard(model, make(name, model), stage=2)
+    train(model, optimizer, 0, STEPS // 2)
+    zeroshard.save(path, model, optimizer)
+    train(model, optimizer, STEPS // 2, STEPS)
+    return full_parameters(model), zeroshard.report(model).memory["optimizer states", "device"].now
+
+
+@torch.compiler.set_stance("force_eager")
+def load_and_train(rank: int, name: str, path: str, plain_states: Any) -> tuple[Any, Any]:
+    model = make_model()
+    model, optimizer = zeroshard.shard(model, make(name, model), stage=3)
+    zeroshard.load(path, model, optimizer)
+    train(model, optimizer, STEPS // 2, STEPS)
+    resumed = full_parameters(model)
+    optimizer.load_state_dict(plain_states)  # in the form that the class gives them
+    zeroshard.load(path, model)
+    train(model, optimizer, STEPS // 2, STEPS)
+    return resumed, full_parameters(model)
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value), (key, (actual[key] - value).abs().max())
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("name", BITSANDBYTES + TORCHAO)
+def test_states_of_few_bits_are_those_of_the_plain_run(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name.partition(".")[0])
+    with torch.compiler.set_stance("force_eager"):
+        expected = train_plain(name)
+        model = make_model()
+        halfway = make(name, model)
+        train(model, halfway, 0, STEPS // 2)
+        states = halfway.state_dict()
+    path = str(tmp_path / "a")
+    # Processes: the kernels of bitsandbytes on the CPU give other numbers if two threads call them at once.
+    saved = run_processes(2, train_and_save, name, path)
+    for parameters, _ in saved:
+        assert_same_bits(parameters, expected)
+    nbytes = sum(nbytes for _, nbytes in saved)
+    per_element = {"4bit": 1.06, "Lion8bit": 1.02, "8bit": 2.03, "Fp8": 2.03}
+    bits = next(value for key, value in per_element.items() if name.endswith(key))
+    small = 64 * 4 * (1 if "Lion" in name else 2)
+    assert 0.99 * bits * 2 * NUMEL < nbytes - small < 1.01 * bits * 2 * NUMEL + 3 * 2048 + 100  # with maps and counts
+    for resumed, loaded in run_processes(4, load_and_train, name, path, states):
+        assert_same_bits(resumed, expected)
+        assert_same_bits(loaded, expected)
+
+
+def test_overrides_of_single_parameters_are_refused() -> None:
+    """They belong to an index in a group, or to the id of a parameter; on a rank, groups have other parameters."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = make_model()
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    try:
+        manager.override_config(model[0].weight, "optim_bits", 32)
+        with pytest.raises(ValueError, match=r"'mng' holds the id\(\) of a parameter"):
+            zeroshard.shard(model, make("bitsandbytes.optim.AdamW8bit", model))
+    finally:
+        manager.initialize()
