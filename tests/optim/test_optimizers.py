@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ class OnlyIfLarge(Own):
         return momentum / momentum.abs().mean() if min(p.shape, default=0) >= 128 else momentum
 
 
+class OnlyIfHuge(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().mean() if p.ndim == 2 and min(p.shape) > 1000 else momentum
+
+
+class AfterLongWarmup(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().max().clamp(min=1e-3) if self.state[p]["step"] > 100_000 else momentum
+
+
 class AfterWarmup(Own):
     def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         return momentum / momentum.abs().max().clamp(min=1e-3) if self.state[p]["step"] > 100 else momentum
@@ -126,7 +137,10 @@ class ByIndex(Own):
         return momentum / momentum.abs().max().clamp(min=1e-3) if p is group["params"][0] else momentum
 
 
-WHOLE = (TrustRatio, ClipsByTensor, ByDimensions, OnlyIfLarge, AfterWarmup, EveryHundredth, StateOfRows, ByAttribute)
+WHOLE = (
+    *(TrustRatio, ClipsByTensor, ByDimensions, OnlyIfLarge, AfterWarmup, AfterLongWarmup, EveryHundredth, StateOfRows),
+    ByAttribute,
+)
 TOGETHER: dict[type, str] = {
     SumInGroup: "the group's number 'd' is",
     CountsParameters: "its attribute 'calls' is",
@@ -149,6 +163,12 @@ def test_an_optimizer_that_looks_beyond_one_element_is_found_by_what_it_does(kin
     assert not optimizer.state and "d" not in optimizer.param_groups[0] and torch.equal(random, torch.get_rng_state())
     model(DATA).sum().backward()
     optimizer.step()  # both are as they were
+
+
+def test_a_rule_for_large_matrices_is_tried_if_the_model_has_some() -> None:
+    for shape, needs_whole in (((1000, 40_000), False), ((1001, 1001), True)):
+        parameter = nn.Parameter(torch.zeros(()).expand(shape))  # takes no memory
+        assert find_whole_param_groups(OnlyIfHuge([parameter]), None, None) == [needs_whole]
 
 
 class ReadsOtherGroup(Own):
@@ -275,11 +295,11 @@ class AveragesOfTensors(TrustRatio):
 UNDECIDED: dict[type, str] = {
     NeedsClosure: r"needs 'closure'",
     Raises: r"step\(\) raises RuntimeError: only on Thursdays",
-    HoldsParameters: "attribute 'params' holds parameters",
-    HoldsIds: r"attribute 'large' holds the id\(\) of a parameter",
-    Wraps: "attribute 'base' holds a SGD",
 }
 REFUSED: dict[type, str] = {
+    HoldsParameters: "attribute 'params' holds parameters",
+    HoldsIds: r"attribute 'large' holds the id\(\) of a parameter",
+    Wraps: r"attribute 'base' holds a SGD.*pass that one to shard\(\)",
     Draws: "draws random numbers.*draws would not be those of the unsharded run",
     StateOfItsOwn: "a state under 'all', which is not one of its parameters",
     Names: "reads the names of its parameters",
@@ -406,6 +426,39 @@ def test_a_second_optimizer_is_refused_as_one_too_many() -> None:
     zeroshard.shard(model, one)
     with pytest.raises(ValueError, match="one model is updated by one optimizer"):
         zeroshard.shard(model, two)
+
+
+class Replaces(Own):
+    """Puts the new values into new tensors, with a step of the same size for all tensors in groups that ask for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    scale = 1 / p.grad.norm().clamp(min=1e-3) if group.get("normalise") else 1.0
+                    p.data = p.data - group["lr"] * scale * p.grad
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_may_replace_the_tensors_of_parameters(stage: int) -> None:
+    def train(model: Any, wrap: Any, data: torch.Tensor) -> Any:
+        groups = [{"params": model[0].parameters(), "normalise": True}, {"params": model[2:].parameters()}]
+        model, optimizer = wrap(model, Replaces(groups))
+        for _ in range(3):
+            model(data).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    plain = train(copy.deepcopy(MODEL), lambda *pair: pair, DATA)
+
+    def body(rank: int) -> Any:
+        wrap = partial(zeroshard.shard, stage=stage)
+        return full_parameters(train(copy.deepcopy(MODEL), wrap, DATA[4 * rank : 4 * rank + 4]))
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, dict(plain.named_parameters()))
 
 
 # ------------------------------------------------------------------------------------------------------ train and eval

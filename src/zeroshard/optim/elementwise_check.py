@@ -21,8 +21,9 @@ What the trials must detect, and how:
 
 - trust ratios, clipping by norm: gradients from 1e-8 to 1e6, tensors of different scales, zeros, in fp64, where
   elementwise results match to 1e-12 of the change of an element;
-- rules on dimensions or sizes: 0 to 4 dimensions, and a second trial with large tensors in the model's own dtype;
-- warmups and work on every n-th step: after some steps the step counters are set close to 10,000;
+- rules on dimensions or sizes: 0 to 4 dimensions, a second trial with large tensors in the model's own dtype, and a
+  matrix as large as the model's, up to 2048 x 2048;
+- warmups and work on every n-th step: after some steps the step counters are set close to 10,000, then to 1,000,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
 - a rank that has no elements of a group: an empty group;
 - attributes that users set on parameters: whole parameters have them, slices do not;
@@ -71,7 +72,8 @@ WHOLE_PARAM_OPTIMIZERS = ("Adafactor", "Muon")  # of torch: known to update each
 
 _eager_lock = threading.Lock()  # torch's stance is global, and ranks may be threads
 
-JUMP_TO_STEP = 9_998  # new value of step counters: after warmups, and just before a multiple of many periods
+JUMPS_TO_STEP = (9_998, 999_998)  # new values of step counters: after warmups, and just before multiples of periods
+MAX_TRIED_DIM = 2048
 
 
 class ElementwiseMismatchError(Exception):
@@ -213,13 +215,16 @@ _LARGE_WHOLE_TRIAL = _TrialSpec(  # the same, with few elements in a row: some r
     splits=((0, 20_011), (20_011, 40_288), (), (0, 40_288)),
     tolerance=2e-3,
 )
-_HUGE_TRIAL = _TrialSpec(  # if the model has larger matrices than _LARGE_TRIAL
-    shapes=((1040, 256),),
-    grad_scales=(1,),
-    grad_scales_after_jump=(),
-    splits=((0, 250_003), (250_003, 266_240)),
-    tolerance=2e-3,
-)
+
+
+def _huge_trial(parameters: Iterable[torch.Tensor]) -> _TrialSpec | None:
+    """Return a trial of a matrix like the largest, up to a limit; None if it is not larger than in other trials."""
+    dims = [min(p.shape) for p in parameters if p.dim() > 1]
+    dim = min(max(dims, default=0), MAX_TRIED_DIM)
+    if dim <= max(min(shape) for shape in _LARGE_TRIAL.shapes if len(shape) > 1):
+        return None
+    numel, split = dim * (dim + 16), dim * dim - 5
+    return _TrialSpec(((dim + 16, dim),), (1,), (), ((0, split), (split, numel)), _LARGE_TRIAL.tolerance)
 
 
 def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
@@ -234,8 +239,9 @@ def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
     _run_first_decisive([trial(_SMALL_TRIAL, wide, device) for device in devices for wide in wide_dtypes])
     for model_dtype in {dtype} if dtype is not None else {p.dtype for p in parameters}:
         _run_first_decisive([trial(_LARGE_TRIAL, model_dtype, device) for device in devices])
-        if any(p.dim() > 1 and p.numel() > _LARGE_TRIAL.numel for p in parameters):
-            _run_first_decisive([trial(_HUGE_TRIAL, model_dtype, device) for device in devices])
+        huge = _huge_trial(parameters)
+        if huge is not None:
+            _run_first_decisive([trial(huge, model_dtype, device) for device in devices])
 
 
 def _run_whole_trials(
@@ -458,6 +464,7 @@ class _Run:
         """``spans``: the tensors of each group."""
         self.trial, self.spans, self.is_seeded = trial, spans, is_seeded
         self.has_jumped = self.has_unused = False
+        self._counters: set[Any] | None = None  # keys of the numbers that count steps
         self.values: list[torch.Tensor] = []  # [groups, elements] after each step; NaN: in no tensor
         self.parameters: list[list[nn.Parameter]] = []
         self.reads: list[str] = []  # attributes of parameters
@@ -545,8 +552,8 @@ class _Run:
             for step in range(len(spec.grad_scales) + len(spec.grad_scales_after_jump)):
                 if step == len(spec.grad_scales) - 2:
                     before = {key: value for key, value, _ in self._stored_numbers()}
-                if step == len(spec.grad_scales) and jump:
-                    self._advance_counters(before)
+                if jump and step >= len(spec.grad_scales) and (step - len(spec.grad_scales)) % 3 == 0:
+                    self._advance_counters(before, JUMPS_TO_STEP[(step - len(spec.grad_scales)) // 3])
                 self._set_gradients([values[step] for values in gradients], has_unused and step == 2)
                 type(self.inner).step(self.inner)
                 self._record_values()
@@ -616,11 +623,14 @@ class _Run:
                 elif _is_number(value):
                     yield (store_index, key), value, partial(store.__setitem__, key)
 
-    def _advance_counters(self, before: dict[Any, float]) -> None:
-        """Set every number that counts steps to ``JUMP_TO_STEP``."""
-        for key, value, set_value in list(self._stored_numbers()):
-            if key in before and value - before[key] == 2 and value < JUMP_TO_STEP:
-                set_value(type(value)(JUMP_TO_STEP))
+    def _advance_counters(self, before: dict[Any, float], to_step: int) -> None:
+        """Set every number that counts steps to ``to_step``; ``before``: the numbers two steps before the first time."""
+        numbers = list(self._stored_numbers())
+        if self._counters is None:
+            self._counters = {key for key, value, _ in numbers if key in before and value - before[key] == 2}
+        for key, value, set_value in numbers:
+            if key in self._counters and value < to_step:
+                set_value(type(value)(to_step))
                 self.has_jumped = True
 
     @property

@@ -76,15 +76,16 @@ class OptimizerCopier:
         copy_nested = partial(self.copy, where=where)
         if isinstance(value, int) and not isinstance(value, bool):
             if value in self._param_ids:
-                raise ElementwiseUndecidedError(
-                    f"{where} holds the id() of a parameter, and on shards the parameters are other tensors"
+                raise OptimizerRefusedError(
+                    f"{where} holds the id() of a parameter, and on shards the parameters are other tensors. Put those "
+                    "that it treats differently into groups of their own, or set an attribute on them that it reads"
                 )
             return value
         if isinstance(value, SHARED_TYPES):
             return value
         if isinstance(value, torch.Tensor):
             if id(value) in self._param_ids or isinstance(value, nn.Parameter):
-                raise ElementwiseUndecidedError(f"{where} holds parameters, and on shards it would still use these")
+                raise OptimizerRefusedError(f"{where} holds parameters, and on shards it would still use these")
             if value.numel() > MAX_COPIED_ELEMENTS:
                 raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
             return value.detach().to(self._device, copy=True)
@@ -109,6 +110,11 @@ class OptimizerCopier:
                 return types.MethodType(value.__func__, self.clone)
             if isinstance(value.__self__, type):
                 return value
+        if isinstance(value, (torch.optim.Optimizer, nn.Module)):
+            raise OptimizerRefusedError(
+                f"{where} holds a {type(value).__name__}, whose parameters it would still use on shards. If it wraps "
+                "an optimizer, pass that one to shard()"
+            )
         if _is_plain_object(value):
             clone = self._objects.setdefault(id(value), None)
             if clone is None:
@@ -120,8 +126,8 @@ class OptimizerCopier:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether an object is all in its ``__dict__``: no optimizer or module, nothing of a C extension."""
-    if isinstance(value, (torch.optim.Optimizer, nn.Module)) or not hasattr(value, "__dict__"):
+    """Return whether an object is all in its ``__dict__``: nothing of a C extension."""
+    if not hasattr(value, "__dict__"):
         return False
     classes = type(value).__mro__[:-1]
     is_python = all(kind.__flags__ & _HEAP_TYPE and not vars(kind).get("__slots__") for kind in classes)

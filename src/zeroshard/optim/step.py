@@ -281,7 +281,11 @@ class TorchUpdater:
             with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
+                values = [parameter.data for parameter in parameters] if self._is_single_call else []
                 self._inner.step()
+                for parameter, value in zip(parameters, values, strict=False):
+                    if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
+                        parameter.data = value.copy_(parameter.data)
                 self._move_states_to_pool(new_params)
         if grad_scale.clip_coef is not None:
             copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
