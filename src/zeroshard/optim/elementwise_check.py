@@ -462,7 +462,7 @@ class _Run:
 
     def __init__(self, trial: _Trial, spans: list[list[_Span]], is_seeded: bool, is_full: bool = False) -> None:
         """``spans``: the tensors of each group."""
-        self.trial, self.spans, self.is_seeded = trial, spans, is_seeded
+        self.trial, self.spans, self.is_seeded, self._is_full = trial, spans, is_seeded, is_full
         self.has_jumped = self.has_unused = False
         self._counters: set[Any] | None = None  # keys of the numbers that count steps
         self.values: list[torch.Tensor] = []  # [groups, elements] after each step; NaN: in no tensor
@@ -545,7 +545,9 @@ class _Run:
         gradients = self.trial.gradients  # made here: the guard rejects random numbers
         default_device = device if torch.get_default_device() != device else nullcontext()
         self.has_unused = has_unused
-        with torch.no_grad(), default_device, SideEffectGuard():  # type: ignore[no-untyped-call]
+        # The guard takes as long as all else. What a rank has is part of what it has seen in the run on full tensors.
+        guard = SideEffectGuard() if self._is_full else nullcontext()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), default_device, guard:
             if callable(getattr(self.inner, "train", None)):
                 self.inner.train()
             before: dict[Any, float] = {}
@@ -607,9 +609,8 @@ class _Run:
     def _record_values(self) -> None:
         spec, trial = self.trial.spec, self.trial
         recorded = torch.full((len(self.spans), spec.numel), math.nan, dtype=trial.dtype, device=trial.device)
-        for row, parameters, spans in zip(recorded, self.parameters, self.spans, strict=True):
-            for parameter, (start, end, _) in zip(parameters, spans, strict=True):
-                row[start:end] = parameter.detach().flatten()
+        flattened = [p.detach().flatten() for parameters in self.parameters for p in parameters]
+        recorded[self.is_covered] = torch.cat(flattened) if flattened else recorded.new_zeros(0)
         self.values.append(recorded)
 
     def _stored_numbers(self) -> Iterable[tuple[Any, float, Callable[[Any], Any]]]:
@@ -624,7 +625,10 @@ class _Run:
                     yield (store_index, key), value, partial(store.__setitem__, key)
 
     def _advance_counters(self, before: dict[Any, float], to_step: int) -> None:
-        """Set every number that counts steps to ``to_step``; ``before``: the numbers two steps before the first time."""
+        """Set every number that counts steps to ``to_step``; ``before``: the numbers two steps before the first jump.
+
+        A number counts steps if it has grown by 2 since then.
+        """
         numbers = list(self._stored_numbers())
         if self._counters is None:
             self._counters = {key for key, value, _ in numbers if key in before and value - before[key] == 2}
