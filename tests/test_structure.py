@@ -47,7 +47,8 @@ FIELDS = {
     "Loaded": "path extra rank_extra missing unexpected",
     "Offload": "optimizer='device' gradients=None parameters='device' host_bytes=None disk_bytes=None directory=None "
     "speculate=True threads=None",
-    "Report": "rank ranks parameters memory total collectives tensor_traffic=None activation_traffic=None chosen=''",
+    "Report": "rank ranks parameters memory total collectives tensor_traffic=None activation_traffic=None chosen='' "
+    "routing=None",
 }
 METHODS = {
     "CheckpointError": "",

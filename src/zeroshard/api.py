@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -48,6 +49,8 @@ from zeroshard.optim import ShardedOptimizer, check_optimizer, state_bytes_per_e
 from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
 from zeroshard.utils.profiling import ChromeTrace
+
+_log = logging.getLogger("zeroshard")
 
 
 class ShardedModel:
@@ -148,6 +151,8 @@ def shard_model(
         return model, None
     sharded_optimizer = ShardedOptimizer(optimizer, engine, names, needs_whole)
     sharded.optimizer = weakref.ref(sharded_optimizer)
+    if not consistency.rank:
+        _log.info("%s updates %s", type(optimizer).__name__, sharded_optimizer.routing())
     return model, sharded_optimizer
 
 
@@ -290,7 +295,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def report(model: nn.Module) -> Report:
-    """Return what this rank holds and what it communicated in the last step.
+    """Return what this rank holds, what it communicated in the last step, and how each parameter is updated.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
@@ -302,6 +307,7 @@ def report(model: nn.Module) -> Report:
     comm = engine.comm
     tensor, activations = sharded.profiled_traffic or (None, None)
     kinds = list(engine.context.tracker.by_kind.items())  # at once: an update under way may add to them
+    optimizer = sharded.optimizer() if sharded.optimizer is not None else None
     return Report(
         rank=comm.consistency.rank,
         ranks=comm.data_parallel_size * comm.tensor_axis.size,
@@ -312,6 +318,7 @@ def report(model: nn.Module) -> Report:
         tensor_traffic=tensor,
         activation_traffic=activations,
         chosen=sharded.plan_reason,
+        routing=optimizer.routing() if optimizer is not None else None,
     )
 
 

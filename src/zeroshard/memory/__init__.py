@@ -12,7 +12,15 @@ from zeroshard.memory.tier_allocator import (
     TierAllocator,
 )
 from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
-from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, Profile, Report
+from zeroshard.memory.tracker import (
+    MODEL_STATE_KINDS,
+    MemoryTracker,
+    OwnedParam,
+    Profile,
+    Report,
+    Routing,
+    fullest_over_mean,
+)
 
 __all__ = [
     "MODEL_STATE_KINDS",
@@ -23,11 +31,13 @@ __all__ = [
     "Disk",
     "DiskError",
     "MemoryTracker",
+    "OwnedParam",
     "ParamPrefetcher",
     "PinnedBuffer",
     "Pool",
     "Profile",
     "Report",
+    "Routing",
     "SegmentPreallocator",
     "SideStream",
     "TierAllocator",
@@ -37,6 +47,7 @@ __all__ = [
     "aligned_buffer",
     "available_host_memory",
     "buffer_lengths",
+    "fullest_over_mean",
     "host_memory",
     "local_world_size",
     "record_blocking_event",

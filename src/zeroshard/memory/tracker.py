@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -75,6 +76,74 @@ class MemoryTracker:
         return held
 
 
+class OwnedParam(NamedTuple):
+    """A parameter that one rank updates as a whole."""
+
+    owner: int  # rank of the shard axis
+    elements: int
+    state_bytes: int | None  # of its optimizer states; None: they cannot be known before the first step
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the optimizer updates each parameter: on flat slices of every rank's shard, or whole, by its owner.
+
+    >>> owned = {"a": OwnedParam(0, 600, 2400), "b": OwnedParam(1, 400, 1600)}
+    >>> for part in str(Routing(owners=2, flat={"bias": 30}, whole=owned)).split("; "):
+    ...     print(part)
+    flat slices: 1 parameter, 30 elements
+    whole: 2 parameters, 1,000 elements, each by one of 2 ranks: the fullest has 1.20 × the mean's elements, 1.20 × ...
+    """
+
+    owners: int
+    """Ranks of the shard axis. 1: every rank updates all whole parameters, as in stage 0."""
+    flat: dict[str, int]
+    """Elements of the parameters that are updated on flat slices, by name."""
+    whole: dict[str, OwnedParam]
+    """The parameters that one rank updates, by name."""
+
+    def elements_by_owner(self) -> list[int]:
+        """Return the elements that each rank of the shard axis updates as whole parameters."""
+        return self._by_owner({name: param.elements for name, param in self.whole.items()})
+
+    def state_bytes_by_owner(self) -> list[int] | None:
+        """Return the bytes of the states that each rank of the shard axis owns; None if they are not known."""
+        sizes = {name: param.state_bytes for name, param in self.whole.items() if param.state_bytes is not None}
+        return self._by_owner(sizes) if len(sizes) == len(self.whole) else None
+
+    def _by_owner(self, sizes: dict[str, int]) -> list[int]:
+        loads = [0] * self.owners
+        for name, size in sizes.items():
+            loads[self.whole[name].owner] += size
+        return loads
+
+    def __str__(self) -> str:
+        flat = f"flat slices: {_count_params(list(self.flat.values()))}"
+        if not self.whole:
+            return flat
+        whole = f"whole: {_count_params([param.elements for param in self.whole.values()])}"
+        who = "by every rank" if self.owners == 1 else f"each by one of {self.owners} ranks{self._describe_balance()}"
+        return f"{flat}; {whole}, {who}" if self.flat else f"{whole}, {who}"
+
+    def _describe_balance(self) -> str:
+        state_bytes = self.state_bytes_by_owner()
+        text = f": the fullest has {fullest_over_mean(self.elements_by_owner()):.2f} × the mean's elements"
+        return text if state_bytes is None else f"{text}, {fullest_over_mean(state_bytes):.2f} × its state bytes"
+
+
+def fullest_over_mean(loads: Sequence[float]) -> float:
+    """Return the largest load divided by the mean.
+
+    >>> fullest_over_mean([3, 1]), fullest_over_mean([0, 0])
+    (1.5, 1.0)
+    """
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def _count_params(elements: list[int]) -> str:
+    return f"{len(elements)} parameter{'s' if len(elements) != 1 else ''}, {sum(elements):,} elements"
+
+
 @dataclass(frozen=True)
 class Report:
     """Memory and traffic of one rank.
@@ -110,6 +179,8 @@ class Report:
     """What P_a communicated in the same profile."""
     chosen: str = ""
     """What the planner chose, and why, if anything was left to it."""
+    routing: Routing | None = None
+    """How the optimizer updates each parameter; None without an optimizer."""
 
     @property
     def states(self) -> int:
@@ -141,6 +212,8 @@ class Report:
             lines.append(f"{kind:<18}{traffic.count:<10}{format_bytes(traffic.bytes):>9}")
         if (share := self.activation_share) is not None:
             lines.append(f"activation gathers are 1/{1 / share:.1f} of tensor parallelism's traffic (the paper: 1/12)")
+        if self.routing is not None:
+            lines.append(f"updates: {self.routing}")
         if self.chosen:
             lines.append(f"chosen: {self.chosen}")
         return "\n".join(lines)

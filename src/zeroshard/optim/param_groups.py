@@ -240,6 +240,11 @@ class ParamGroups:
         """The names of the parameters in groups."""
         return {name for names in self.names for name in names}
 
+    def as_named(self) -> list[dict[str, Any]]:
+        """Return the groups with the names of their parameters: a rank may have no slice of a group."""
+        groups = zip(self.inner.param_groups, self.names, strict=True)
+        return [{**group, "params": names} for group, names in groups]
+
     def add(self, names: list[str], needs_whole: bool) -> None:
         """Replace the parameters of the inner optimizer's next group by slices, or by those that this rank owns."""
         index, flats = len(self.names), list(self._engine.gradients.flat_grads)

@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from zeroshard.config.config import Config
 from zeroshard.config.offload import TIERS
 from zeroshard.engine import NO_HISTORY, PICKLE_ERROR, Engine, raise_on_join
+from zeroshard.memory import Routing
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import find_whole_param_groups
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.optimizer_copy import read_state_dict
 from zeroshard.optim.param_groups import ParamGroups
+from zeroshard.optim.routing import check_empty_groups, find_routing
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.optim.whole_params import WholeParams
@@ -115,6 +117,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def group_param_names(self) -> list[list[str]]:
         """Return the parameter names of each group, in the order the user gave them."""
         return self._groups.names
+
+    def routing(self) -> Routing:
+        """Return how each parameter is updated."""
+        return find_routing(self._engine, self._groups)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise on pickling and copying: a copy would share shards and collectives with the original."""
@@ -248,6 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine, names = self._engine, self._groups.check_addable(params)
         engine.state_guard.check_not_gathered("add_param_group()")
         new_group, config = {**param_group, "params": params}, engine.context.config
+        check_empty_groups([*self._groups.as_named(), {**self.inner.defaults, **new_group}])
         (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), new_group)
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
@@ -342,6 +349,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], con
 
     ``names`` are the names of the model's parameters, by id. Return for each group whether it needs whole parameters.
     """
+    check_empty_groups(optimizer.param_groups)
     needs_whole = find_whole_param_groups(optimizer, config.elementwise, _update_dtype(config))
     whole = {
         id(p)
