@@ -385,6 +385,29 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
         assert loss == pytest.approx(expected[step], rel=1e-3), step  # sums over other ranks round otherwise
 
 
+@pytest.mark.slow(seconds=20)
+def test_muon_is_saved_and_goes_on_with_other_ranks_and_stage(tmp_path: Path) -> None:
+    options = [*SMALL[1:], *SHORT_TEXT, "--optimizer", "muon", "--muon-lr", "0.01", "--steps", "8", "--keep", "3"]
+    options += ["--eval-every", "0", "--checkpoint-every", "4", "--sample-tokens", "0"]
+    whole, same, other = (tmp_path / name for name in ("whole", "same", "other"))
+    (output, _) = run_processes(2, shown, [*options, "--out", str(whole)], 100)
+    assert re.search(r"\nmuon +flat slices: 21 parameters, ", output)
+    assert "; whole: 8 parameters, 24,576 elements, each by one of 2 ranks: the fullest has 1.00 ×" in output
+    for out in (same, other):
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "checkpoints/step-000008")
+    run_processes(2, trained, ["--out", str(same), "--resume"])
+    run_processes(3, trained, ["--out", str(other), "--resume", "--stage", "1"])
+    expected, again, elsewhere = (kept_weights(out / "checkpoints/step-000008") for out in (whole, same, other))
+    assert all(torch.equal(value, again[name]) for name, value in expected.items())
+    assert losses(same) == losses(whole)
+    assert losses(other)[8] == pytest.approx(losses(whole)[8], rel=1e-2)  # Muon orthogonalizes in bf16
+    for name, value in expected.items():
+        assert torch.linalg.vector_norm(elsewhere[name] - value) < 0.03 * torch.linalg.vector_norm(value), name
+    with pytest.raises(RanksFailed, match="was saved with the optimizer MuonWithAdamW, expected AdamW"):
+        run_processes(1, trained, ["--out", str(same), "--resume", "--optimizer", "adamw", "--muon-lr", "None"])
+
+
 @pytest.mark.slow(seconds=15)
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"

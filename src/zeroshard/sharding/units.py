@@ -108,6 +108,29 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from _find_repeated_in(child)
 
 
+def find_block_matrices(model: nn.Module) -> list[str]:
+    """Return the names of the trainable matrices of the repeated blocks: what Muon is made for.
+
+    Embeddings are not among them, and neither are matrices that are tied to a parameter outside of the blocks.
+
+    >>> blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)])
+    >>> find_block_matrices(nn.Sequential(nn.Embedding(9, 4), blocks, nn.Linear(4, 9)))
+    ['1.0.0.weight', '1.1.0.weight']
+    """
+    in_blocks = {id(module) for block in find_repeated_blocks(model) for module in block.modules()}
+    excluded = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in in_blocks or isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in excluded
+    ]
+
+
 def _find_repeated_in(child: nn.Module) -> Iterator[nn.Module]:
     members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) else []
     found = _same_class_children(child) if members else []

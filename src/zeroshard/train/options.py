@@ -117,8 +117,12 @@ class StepOptions:
     """sequences per rank and backward; None: batch / ranks / accumulate"""
     accumulate: int | None = None
     """backwards per step; None: batch / ranks / micro-batch"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the matrices of blocks, and AdamW for embeddings, head, norms and biases"""
     lr: float = 3e-3
     """maximum learning rate"""
+    muon_lr: float | None = None
+    """with --optimizer muon: maximum learning rate of Muon, whose updates have the size of AdamW's; None: lr"""
     warmup: int = 20
     """steps of linear warmup"""
     min_lr: float | None = None
@@ -136,6 +140,10 @@ class StepOptions:
         _check_at_least(1, self, "steps", "batch", "micro_batch", "accumulate")
         _check_at_least(0, self, "warmup", "weight_decay", "clip", "min_lr", "seed")
         _check_positive(self, "lr")
+        if self.muon_lr is not None:
+            if self.optimizer != "muon":
+                raise ValueError("muon_lr can only be used with optimizer muon")
+            _check_positive(self, "muon_lr")
         if self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
         if not all(0 <= beta < 1 for beta in self.betas):

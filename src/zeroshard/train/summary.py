@@ -11,6 +11,7 @@ from typing import TextIO
 
 import torch
 
+import zeroshard
 from zeroshard.config.offload import TIERS
 from zeroshard.planner import PredictedMemory, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
@@ -66,6 +67,7 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
         ("ranks", f"{rank_info.world_size} on {setup.record.facts.device} over {rank_info.backend}{groups_note}"),
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
         *describe_sharding(options, setup.precision),
+        (options.training.optimizer, str(zeroshard.report(setup.model).routing)),
         ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
         *([("profile", _describe_profile(options, start_step))] if options.run.profile else []),
         ("run", str(setup.directory.path)),
@@ -178,7 +180,10 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         f"{training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} per rank and backward, "
         f"{batching.accumulate} backward{plural} per step"
     )
-    schedule = f"{training.lr:g} after {training.warmup} steps, then cosine decay; clipped at {training.clip:g}"
+    muon_note = f" ({training.muon_lr:g} for Muon)" if training.muon_lr is not None else ""
+    schedule = (
+        f"{training.lr:g}{muon_note} after {training.warmup} steps, then cosine decay; clipped at {training.clip:g}"
+    )
     rows = [
         ("model", f"{language_model.description}, {total:,} parameters{trained_note}"),
         ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),

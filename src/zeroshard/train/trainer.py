@@ -40,13 +40,19 @@ from zeroshard.train.training_setup import TrainingSetup
 STEADY_AFTER_STEPS = 2
 
 
-def learning_rate(step: int, options: StepOptions) -> float:
+def learning_rate(step: int, options: StepOptions, rule: str = "adamw") -> float:
     """Return the learning rate of a step, counted from 0: linear warmup, then cosine decay to the minimum.
+
+    Muon's has the same form, scaled to its own maximum.
 
     >>> options = StepOptions(steps=100, warmup=10, lr=1.0, min_lr=0.1)
     >>> [round(learning_rate(step, options), 3) for step in (0, 9, 10, 55, 99)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
+    >>> learning_rate(9, StepOptions(optimizer="muon", warmup=10, lr=1.0, muon_lr=4.0), "muon")
+    4.0
     """
+    if rule == "muon" and options.muon_lr is not None:
+        return learning_rate(step, options) * (options.muon_lr / options.lr)
     min_lr = options.lr / 10 if options.min_lr is None else options.min_lr
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
@@ -265,7 +271,7 @@ class Trainer:
         step, training, rank_info = self.steps_done, self.options.training, self.rank_info
         torch.manual_seed(((training.seed * 1_000_003 + step) * rank_info.dp_size + rank_info.dp_rank) % 2**63)
         for group in self.setup.optimizer.param_groups:
-            group["lr"] = learning_rate(step, training)
+            group["lr"] = learning_rate(step, training, group.get("rule", "adamw"))
         is_steady = step - self.start_step == STEADY_AFTER_STEPS
         if self._tracer.begin_step(step + 1):
             self._stats_reducer.restart_timer()

@@ -21,6 +21,7 @@ from zeroshard.train.data.token_file import TokenFile, is_token_file
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
+from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.options import Batching, TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
@@ -205,17 +206,11 @@ def _shard_model(
 ) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
     """Initialize and shard the model unit by unit, and load the checkpoint, if any."""
     training, module = options.training, language_model.module
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    non_empty_groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(non_empty_groups, lr=training.lr, betas=training.betas, fused=True)
+    inner = make_optimizer(module, training)
     torch.manual_seed(training.seed)
     model, optimizer = zeroshard.shard(
         module,
-        adamw,
+        inner,
         mesh=rank_info.make_mesh(),
         stage=options.sharding.stage,
         offload=options.sharding.offload_config,
