@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import run_threads
 from torch import nn
 
 import zeroshard
+from zeroshard.comm import Traffic
+from zeroshard.config.config import Config
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.state_sizes import predict_memory
+from zeroshard.planner.state_sizes import predict_memory, state_sizes
+from zeroshard.planner.whole_params import find_whole_params
+from zeroshard.sharding import find_block_matrices
+from zeroshard.train.optimizers import MuonWithAdamW
 
 COUNTERS = 512  # bytes of step counts, one for each stretch of shards
 CONFIG = GPTConfig(vocab_size=500, context=8, layers=3, heads=2, width=32)
@@ -33,8 +40,11 @@ class Adapted(nn.Module):
 
 def measured(rank: int, model: nn.Module, inputs: tuple, options: dict):
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = zeroshard.shard(model, optimizer, **options)
-    held = {}
+    return measure_steps(*zeroshard.shard(model, optimizer, **options), inputs)
+
+
+def measure_steps(model: nn.Module, optimizer: Any, inputs: tuple) -> tuple[dict[str, int], zeroshard.Report]:
+    held: dict[str, int] = {}
     for _ in range(2):
         optimizer.scale(model(*inputs).sum()).backward()
         held = {kind: nbytes.now for (kind, _), nbytes in zeroshard.report(model).memory.items()}  # with gradients
@@ -59,6 +69,56 @@ def test_the_states_of_a_gpt_are_predicted_to_the_byte(stage: int, ranks: int, p
         for kind, nbytes in predicted.transient.items():
             assert peak.get(kind, 0) <= nbytes, kind
         assert sum(held.values()) <= predicted.peak_bytes + COUNTERS
+
+
+def train_muon(rank: int, options: dict) -> tuple[dict[str, int], zeroshard.Report]:
+    model = GPT(CONFIG)
+    matrices = [p for name, p in model.named_parameters() if name in find_block_matrices(model)]
+    others = [p for name, p in model.named_parameters() if name not in find_block_matrices(model)]
+    optimizer = MuonWithAdamW(torch.optim.Muon(matrices), torch.optim.AdamW(others))
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    return measure_steps(*zeroshard.shard(model, optimizer, **options), (tokens, tokens))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "precision"), [(1, 2, None), (2, 3, None), (3, 1, "bf16"), (4, 3, "bf16"), (2, 0, None)]
+)
+def test_the_states_of_muon_are_predicted_to_the_byte_on_every_owner(
+    ranks: int, stage: int, precision: str | None
+) -> None:
+    options = {"stage": stage, "precision": precision, "bucket_size": 2**16}
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    predicted = predict_memory(model, ranks=ranks, optimizer="muon", on_gpu=False, **options)
+    sizes = state_sizes(
+        model, Config(**options), ranks=ranks, on_gpu=False, whole=find_whole_params(model, "muon")
+    ).whole
+    assert sizes is not None
+    results = run_threads(ranks, train_muon, options)
+    for rank, (held, report) in enumerate(results):
+        owner = rank if stage else 0
+        states = report.memory["optimizer states", "device"].now
+        assert 0 <= states - sizes.optimizer_state_bytes[owner] <= COUNTERS
+        assert report.routing is not None
+        assert tuple(report.routing.elements_by_owner()) == sizes.loads.elements
+        assert report.routing.state_bytes_by_owner() == list(sizes.loads.state_bytes)
+        for kind in ("parameters", "gradients", "master weights"):
+            assert held.get(kind, 0) == predicted.states[kind]
+        exchanged = report.collectives.get("all-to-all", Traffic())
+        if ranks == 1 or stage == 0:
+            assert (sizes.collectives, exchanged.count) == (0, 0)
+        else:
+            # the parts of a rank are not all equal, because buckets are divided, not parameters
+            expected = sizes.to_owner_bytes + 4 * sizes.loads.elements[owner]
+            assert exchanged.bytes == pytest.approx(expected, rel=0.3)
+    fullest = max(report.memory["optimizer states", "device"].now for _, report in results)
+    assert 0 <= fullest - predicted.states["optimizer states"] <= COUNTERS
+    if ranks > 1 and stage:
+        sent = sum(report.collectives["all-to-all"].bytes for _, report in results)
+        expected = ranks * sizes.to_owner_bytes + 4 * sizes.loads.total_elements
+        assert sent == pytest.approx(expected, rel=0.01 if precision is None else 0.25)
+        peak = max(report.memory["step", "device"].peak for _, report in results)
+        assert peak <= predicted.transient["step"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

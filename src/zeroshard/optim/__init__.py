@@ -3,21 +3,24 @@
 from zeroshard.optim.cpu.apply import make_adam_update
 from zeroshard.optim.fused_adam.fused_adam import SUPPORTED_DTYPES
 from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, is_supported
-from zeroshard.optim.optimizer_copy import state_after_first_step, state_bytes_per_element
+from zeroshard.optim.routing import measure_update
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel
 from zeroshard.optim.state_dict import allocate_state
+from zeroshard.optim.whole_params import assign_owners
 
 __all__ = [
     "ADAM_STATE_KEYS",
     "SUPPORTED_DTYPES",
     "ShardedOptimizer",
     "allocate_state",
+    "assign_owners",
     "check_optimizer",
     "is_elementwise",
     "is_supported",
     "make_adam_update",
     "max_slice_numel",
+    "measure_update",
     "state_after_first_step",
     "state_bytes_per_element",
 ]

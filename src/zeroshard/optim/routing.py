@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.engine import Engine
 from zeroshard.memory import OwnedParam, Routing
@@ -38,34 +39,45 @@ def find_routing(engine: Engine, groups: ParamGroups) -> Routing:
         group, shape = group_of[param.name], param.parameter.shape
         key = id(group), shape, param.dtype
         if key not in known:
-            known[key] = whole_state_bytes(groups.inner, group, shape, param.dtype)
+            update = measure_update(groups.inner, group, shape, param.dtype)
+            known[key] = None if update is None else update.state_bytes
         whole[param.name] = OwnedParam(param.owner, param.numel, known[key])
     flat = {name: numels[name] for name in group_of if name in numels and name not in whole}
     return Routing(engine.comm.shard_axis.size, flat, whole)
 
 
-def whole_state_bytes(
+class MeasuredUpdate(NamedTuple):
+    """What the update of one parameter stores and computes."""
+
+    state_bytes: int  # after its first step
+    flops: int  # of its matmuls
+
+
+def measure_update(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype
-) -> int | None:
-    """Return the bytes of a parameter's states after one step of a copy on the meta device.
+) -> MeasuredUpdate | None:
+    """Measure the first step of a parameter, with a copy of the optimizer on the meta device.
 
     None if that fails: Adafactor reads values, and the meta device has none.
 
     >>> weight = nn.Parameter(torch.ones(2, 2))
     >>> muon, adafactor = torch.optim.Muon([weight]), torch.optim.Adafactor([weight])
-    >>> [whole_state_bytes(o, o.param_groups[0], torch.Size([30, 40]), torch.float32) for o in (muon, adafactor)]
-    [4800, None]
+    >>> [measure_update(o, o.param_groups[0], torch.Size([3, 4]), torch.float32) for o in (muon, adafactor)]
+    [MeasuredUpdate(state_bytes=48, flops=990), None]
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
+    counter = FlopCounterMode(display=False)
     try:
         copier = OptimizerCopier(optimizer, parameter.device)
         copier.clone.param_groups.append({**copier.copy_options(group, 0), "params": [parameter]})
-        with torch.no_grad(), SideEffectGuard():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), counter, SideEffectGuard():  # type: ignore[no-untyped-call]
             type(optimizer).step(copier.clone)
     except Exception:  # any code of the user: it may need values, or draw random numbers
         return None
-    return sum(leaf.nbytes for leaf in tree_leaves(copier.clone.state[parameter]) if isinstance(leaf, torch.Tensor))
+    leaves = tree_leaves(copier.clone.state[parameter])
+    state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return MeasuredUpdate(state_bytes, counter.get_total_flops())
 
 
 def check_empty_groups(groups: Sequence[Mapping[str, Any]]) -> None:

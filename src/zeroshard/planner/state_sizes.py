@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from zeroshard.config.config import Config
 from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
 from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel
+from zeroshard.planner.whole_params import OwnerLoads, WholeParamSpec, find_whole_params
 from zeroshard.sharding import (
     FlatSpec,
     ParamRange,
@@ -51,15 +53,23 @@ class PredictedMemory:
 
 
 def predict_memory(
-    model: nn.Module, *, ranks: int, tensor: int = 1, optimizer_states: int = 2, on_gpu: bool = True, **options: Any
+    model: nn.Module,
+    *,
+    ranks: int,
+    tensor: int = 1,
+    optimizer: str = "adamw",
+    optimizer_states: int = 2,
+    on_gpu: bool = True,
+    **options: Any,
 ) -> PredictedMemory:
     """Predict the memory of each of ``ranks`` after :func:`zeroshard.shard` with ``options``.
 
     ``tensor`` is the tensor-parallel degree; if it does not divide a layer evenly, the result is for the first rank,
-    which holds the most. The model may be on the meta device. ``optimizer_states`` is the number of values that the
-    optimizer keeps per element: 2 for Adam, 1 for SGD with momentum. ``on_gpu=False``: the ranks use gloo, which needs
-    buffers to receive gradients in. Every parameter that requires a gradient is
-    assumed to be trained by one of torch's optimizers, which are stepped slice by slice: see
+    which holds the most. The model may be on the meta device. ``optimizer`` is "adamw" or "muon", which is Muon for the
+    matrices of blocks and AdamW for the rest; then the result is for the rank that owns the most. ``optimizer_states``
+    is the number of values that AdamW, or another optimizer in its place, keeps per element: 1 for SGD with momentum.
+    ``on_gpu=False``: the ranks use gloo, which needs buffers to receive gradients in. Every parameter that requires a
+    gradient is assumed to be trained; without Muon by one of torch's optimizers, which are stepped slice by slice: see
     :attr:`zeroshard.Config.bucket_size`.
 
     >>> with torch.device("meta"):
@@ -68,7 +78,13 @@ def predict_memory(
     True
     """
     sizes = state_sizes(
-        model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states, on_gpu=on_gpu
+        model,
+        Config(**options),
+        ranks=ranks,
+        tensor=tensor,
+        optimizer_states=optimizer_states,
+        on_gpu=on_gpu,
+        whole=find_whole_params(model, optimizer),
     )
     transient = {
         "gathered": 2 * max((unit.full_bytes for unit in sizes.units), default=0) if sizes.placement.parameters else 0,
@@ -132,6 +148,18 @@ class StateSizes:
     staging_bytes: int  # bytes of host memory that stages offloaded states
     update_bytes_per_element: int  # read and written by an update: states, gradient, parameter, their copies
     optimizer_bytes_per_element: int  # bytes of an element's master weight and optimizer states
+    whole: WholeSizes | None = None  # of parameters that are updated as a whole
+
+
+@dataclass(frozen=True)
+class WholeSizes:
+    """Memory and traffic of parameters that one rank updates as a whole: [Note: predicting whole parameters]."""
+
+    loads: OwnerLoads
+    optimizer_state_bytes: tuple[int, ...]  # of each rank of the shard axis, whole or not, in all tiers
+    to_owner_bytes: int  # that a rank sends: its shards of gradients and values
+    from_owner_bytes: int  # that the fullest owner sends: new values
+    collectives: int  # in a step
 
 
 def state_sizes(
@@ -145,8 +173,11 @@ def state_sizes(
     has_fused_adam: bool = False,
     unit_specs: list[UnitSpec] | None = None,
     replicas: int = 1,
+    whole: Mapping[str, WholeParamSpec] | None = None,
 ) -> StateSizes:
     """Compute the memory that :func:`zeroshard.shard` would hold on the first of ``ranks``.
+
+    With ``whole`` parameters, on the one that owns the most.
 
     ``unit_specs`` are the model's units, if known. There are ``replicas`` groups of ``ranks``; the ranks of a group
     share the states. ``on_gpu=False``: they use gloo, see [Note: reduce-scatter over gloo]. ``has_fused_adam``: the
@@ -174,10 +205,12 @@ def state_sizes(
         on_gpu=on_gpu,
     )
     flats = plan.flats
-    states, offloaded = count_states(flats, placement, optimizer_states)
+    owners = WholeOwners(flats, whole, shard_count) if whole else None
+    state_bytes = owners.fullest_state_bytes(optimizer_states) if owners is not None else None
+    states, offloaded = count_states(flats, placement, optimizer_states, state_bytes)
     trained = [flat for flat in flats if flat.is_optimized]
     rings = _ring_sizes(trained, has_receive_buffers=shard_count > 1 and not on_gpu)
-    uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
+    uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM) and owners is None
     copied = [flat for flat in trained if _needs_grad_copy(flat, uses_fused_adam)]
     copied_numel = sum(flat.layout.shard_numel for flat in copied)
     copied_itemsize = max((flat.master_dtype.itemsize for flat in copied), default=0)
@@ -196,7 +229,11 @@ def state_sizes(
         ring_bytes=config.ring * sum(ring.slot_bytes for ring in rings.values()),
         shard_buffer_bytes=config.ring * sum(ring.max_shard_bytes for ring in rings.values()) if shard_count > 1 else 0,
         receive_buffer_bytes=config.ring * sum(ring.receive_slot_bytes for ring in rings.values()),
-        step_buffer_bytes=min(copied_numel, max_slice_numel(config.bucket_size)) * copied_itemsize,
+        step_buffer_bytes=(
+            min(copied_numel, max_slice_numel(config.bucket_size)) * copied_itemsize
+            if owners is None
+            else owners.step_buffer_bytes(copied, config.bucket_size)
+        ),
         staging_bytes=plan.staging_bytes,
         update_bytes_per_element=max(
             (_update_bytes_per_element(flat, optimizer_states, uses_fused_adam) for flat in trained), default=0
@@ -204,6 +241,7 @@ def state_sizes(
         optimizer_bytes_per_element=max(
             ((1 + optimizer_states) * flat.master_dtype.itemsize for flat in trained), default=0
         ),
+        whole=None if owners is None else owners.sizes(optimizer_states, config.bucket_size),
     )
 
 
@@ -370,10 +408,109 @@ def _unit_sizes(
     )
 
 
+class WholeOwners:
+    """The owners of whole parameters, and what is left for flat slices."""
+
+    def __init__(self, flats: list[FlatSpec], whole: Mapping[str, WholeParamSpec], ranks: int) -> None:
+        self._flats = [flat for flat in flats if flat.is_optimized]
+        places = {name: (flat, index) for flat in self._flats for index, name in enumerate(flat.names)}
+        self._whole = {name: spec for name, spec in whole.items() if name in places}
+        self._places = {name: places[name] for name in self._whole}
+        numels = {name: flat.layout.numels[index] for name, (flat, index) in self._places.items()}
+        self._numels, self._ranks = numels, ranks
+        itemsizes = {name: flat.master_dtype.itemsize for name, (flat, _) in self._places.items()}
+        self.owner_by_name, self.loads = OwnerLoads.assign(numels, itemsizes, self._whole, ranks)
+
+    def state_bytes(self, rank: int, optimizer_states: int) -> dict[str, int]:
+        """Return the bytes of a rank's optimizer states, by tier."""
+        found: dict[str, int] = {}
+
+        def count(tier: str, nbytes: int) -> None:
+            found[tier] = found.get(tier, 0) + nbytes
+
+        for flat in self._flats:
+            for span, tier in flat.tier_placement.optimizer:
+                numel = self._slice_numel(flat, span, rank)
+                count(tier, optimizer_states * numel * flat.master_dtype.itemsize)
+        for name, (flat, _) in self._places.items():
+            if self.owner_by_name[name] == rank:
+                itemsize = flat.master_dtype.itemsize
+                count(_largest_tier(flat), round(self._whole[name].states * self._numels[name] * itemsize))
+        return found
+
+    def _slice_numel(self, flat: FlatSpec, span: Range, rank: int) -> int:
+        """Return the elements of a rank's shard inside a range that are updated on flat slices."""
+        if not any(name in self._whole for name in flat.names):
+            return span.numel  # with padding
+        total = 0
+        for owned in flat.layout.owned_ranges(rank):
+            common = span.intersect(Range(owned.offset, owned.offset + owned.elements.numel))
+            if common is not None and flat.names[owned.param_index] not in self._whole:
+                total += common.numel
+        return total
+
+    def sizes(self, optimizer_states: int, bucket_size: int) -> WholeSizes:
+        """Return the memory of each rank and the traffic of a step."""
+        totals = [sum(self.state_bytes(rank, optimizer_states).values()) for rank in range(self._ranks)]
+        to_owner = sum(
+            -(-self._numels[name] // self._ranks) * (flat.reduce_dtype.itemsize + flat.master_dtype.itemsize)
+            for name, (flat, _) in self._places.items()
+        )
+        fullest = self.loads.fullest_elements
+        batches = -(-fullest // self._exchange_numel(bucket_size))
+        return WholeSizes(
+            self.loads,
+            tuple(totals),
+            to_owner_bytes=to_owner if self._ranks > 1 else 0,
+            from_owner_bytes=fullest * self._itemsize if self._ranks > 1 else 0,
+            collectives=2 * batches if self._ranks > 1 else 0,
+        )
+
+    def fullest_state_bytes(self, optimizer_states: int) -> dict[str, int]:
+        """Return the optimizer states of the rank that has the most bytes, by tier."""
+        ranks = [self.state_bytes(rank, optimizer_states) for rank in range(self._ranks)]
+        return max(ranks, key=lambda by_tier: sum(by_tier.values()))
+
+    def step_buffer_bytes(self, copied: list[FlatSpec], bucket_size: int) -> int:
+        """Return the bytes that a step allocates: one call updates everything.
+
+        The fp32 copies of gradients on slices; values and gradients of the owned parameters; one exchange at a time.
+        """
+        whole_numel = {id(flat): 0 for flat in self._flats}
+        for name, (flat, _) in self._places.items():
+            whole_numel[id(flat)] += self._numels[name] // self._ranks
+        slices = sum((flat.layout.shard_numel - whole_numel[id(flat)]) * flat.master_dtype.itemsize for flat in copied)
+        owned = 2 * self.loads.fullest_elements * self._itemsize
+        exchanged = min(self.loads.fullest_elements, self._exchange_numel(bucket_size)) if self._ranks > 1 else 0
+        return slices + owned + 2 * exchanged * 2 * self._itemsize
+
+    def _exchange_numel(self, bucket_size: int) -> int:
+        """Return the most elements of one owner in an exchange, each with a value and a gradient."""
+        return max(bucket_size // 2, self.loads.max_param_numel)
+
+    @property
+    def _itemsize(self) -> int:
+        return max(flat.master_dtype.itemsize for flat, _ in self._places.values())
+
+
+def _largest_tier(flat: FlatSpec) -> str:
+    """Return the tier of most of a flat's optimizer states: that of its whole parameters."""
+    numels: dict[str, int] = {}
+    for span, tier in flat.tier_placement.optimizer:
+        numels[tier] = numels.get(tier, 0) + span.numel
+    return max(numels, key=lambda tier: numels[tier], default="device")
+
+
 def count_states(
-    flats: list[FlatSpec], placement: Placement, optimizer_states: int
+    flats: list[FlatSpec],
+    placement: Placement,
+    optimizer_states: int,
+    optimizer_state_bytes: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-    """Return the bytes of states on the device, and of offloaded states by (kind of state, tier)."""
+    """Return the bytes of states on the device, and of offloaded states by (kind of state, tier).
+
+    ``optimizer_state_bytes``: bytes of optimizer states by tier, if some parameters are updated as a whole.
+    """
     counted: dict[tuple[str, str], int] = dict.fromkeys(((kind, "device") for kind in MODEL_STATE_KINDS), 0)
 
     def count(kind: str, tier: str, numel: int, dtype: torch.dtype) -> None:
@@ -389,7 +526,8 @@ def count_states(
         count("gradients", tiers.gradients, grad_numel, flat.reduce_dtype)
         for range_, tier in flat.master_ranges():
             count("master weights", tier, range_.numel, flat.master_dtype)
-        for range_, tier in tiers.optimizer:
+        for range_, tier in tiers.optimizer if optimizer_state_bytes is None else ():
             count("optimizer states", tier, optimizer_states * range_.numel, flat.master_dtype)
+    counted |= {("optimizer states", tier): nbytes for tier, nbytes in (optimizer_state_bytes or {}).items()}
     on_device = {kind: nbytes for (kind, tier), nbytes in counted.items() if tier == "device"}
     return on_device, {key: nbytes for key, nbytes in counted.items() if key[1] != "device" and nbytes}

@@ -1,0 +1,150 @@
+"""The cost of parameters that one rank updates as a whole: owners, exchange, and the arithmetic of the update.
+
+[Note: predicting whole parameters]
+The engine's own rule assigns the owners ([Note: whole parameters]): ``assign_owners``, by elements. The fullest owner
+decides memory and time, since the others wait for it. Per step, with N ranks and Ψ elements in whole parameters:
+
+    memory     states of the owned parameters; in the step also their values and gradients, and two buffers
+    traffic    Ψ/N gradients and Ψ/N values to the owners, and the owned values back: 3Ψ/N elements, 2 collectives
+    compute    the matmuls of the update, on the owner
+
+What an update computes and stores is measured, not assumed: one step of the optimizer on the meta device. For Muon, a
+matrix of a × b elements with a ≤ b takes 5 iterations of two products of a·a·b and one of a·a·a, so 20·a²·b + 10·a³
+FLOPs, and one state value per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zeroshard.memory import fullest_over_mean
+from zeroshard.optim import assign_owners, measure_update
+from zeroshard.sharding import find_block_matrices
+from zeroshard.utils.format import format_bytes, format_count
+
+OPTIMIZERS = ("adamw", "muon")
+UNKNOWN_STATES = 2.0  # state values per element if an update cannot be measured: as for Adam
+# read and written per element on the owner: gradient and value packed, unpacked (32), momentum and update (30), value
+# (18), packed and unpacked on the way back (16)
+UPDATE_BYTES_PER_ELEMENT = 96
+# temporary memory of Muon's kernels per element of a matrix: the fp32 update, and four bf16 tensors of at most its size
+SCRATCH_BYTES_PER_ELEMENT = 12
+
+
+class WholeParamSpec(NamedTuple):
+    """What the update of one parameter stores and computes."""
+
+    states: float
+    """Bytes of optimizer states per byte of the parameter, in the dtype of the update."""
+    flops: float
+    """FLOPs of matmuls."""
+
+
+def find_whole_params(
+    model: nn.Module, optimizer: str | torch.optim.Optimizer, needs_whole: Sequence[bool] = ()
+) -> dict[str, WholeParamSpec]:
+    """Return the parameters that are updated as a whole, in the order in which they get their owners.
+
+    ``optimizer`` is a name in ``OPTIMIZERS``, or an optimizer of this model and which of its groups need it.
+
+    >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8)) for _ in range(2))
+    >>> find_whole_params(nn.Sequential(nn.Embedding(4, 8), blocks), "muon")["1.0.0.weight"]
+    WholeParamSpec(states=1.0, flops=720.0)
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+        if optimizer == "adamw":
+            return {}
+        parameters = dict(model.named_parameters())
+        matrices = find_block_matrices(model)
+        if not matrices:
+            raise ValueError(
+                f"{type(model).__name__} has no trained matrices in repeated blocks, which Muon would update: use "
+                "another optimizer"
+            )
+        optimizer, needs_whole = torch.optim.Muon([parameters[name] for name in matrices]), [True]
+    found: dict[str, WholeParamSpec] = {}
+    measured: dict[tuple[int, torch.Size], WholeParamSpec] = {}
+    for number, (group, is_whole) in enumerate(zip(optimizer.param_groups, needs_whole, strict=True)):
+        for parameter in group["params"] if is_whole else ():
+            key = number, parameter.shape
+            if key not in measured:
+                update = measure_update(optimizer, group, parameter.shape, torch.float32)
+                nbytes = 4 * max(parameter.numel(), 1)
+                measured[key] = (
+                    WholeParamSpec(UNKNOWN_STATES, 0.0)
+                    if update is None
+                    else WholeParamSpec(update.state_bytes / nbytes, float(update.flops))
+                )
+            if parameter.requires_grad:
+                found[names[id(parameter)]] = measured[key]
+    return found
+
+
+@dataclass(frozen=True)
+class OwnerLoads:
+    """What each owner has, by rank of the shard axis."""
+
+    elements: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    flops: tuple[float, ...]
+    max_param_numel: int
+    """Elements of the largest parameter."""
+    least_elements: float
+    """No assignment of whole parameters gives its fullest owner fewer elements."""
+
+    @classmethod
+    def assign(
+        cls, numels: Mapping[str, int], itemsizes: Mapping[str, int], whole: Mapping[str, WholeParamSpec], ranks: int
+    ) -> tuple[dict[str, int], OwnerLoads]:
+        """Assign the owners, as the engine does. ``itemsizes`` are those of the dtypes of the updates."""
+        elements, state_bytes, flops = [0] * ranks, [0] * ranks, [0.0] * ranks
+        sizes = [numels[name] for name in whole]
+        owners = dict(zip(whole, assign_owners(sizes, elements), strict=True))
+        for name, owner in owners.items():
+            state_bytes[owner] += round(whole[name].states * numels[name] * itemsizes[name])
+            flops[owner] += whole[name].flops
+        least = least_max_load(sizes, ranks)
+        return owners, cls(tuple(elements), tuple(state_bytes), tuple(flops), max(sizes), least)
+
+    @property
+    def fullest_elements(self) -> int:
+        return max(self.elements)
+
+    @property
+    def total_elements(self) -> int:
+        return sum(self.elements)
+
+    def describe(self) -> str:
+        """Compare the fullest owner with the mean."""
+        ranks = len(self.elements)
+        parts = [
+            f"{format_count(max(self.elements))} elements ({fullest_over_mean(self.elements):.2f} × the mean of "
+            f"{format_count(sum(self.elements) / ranks)})",
+            f"{format_bytes(max(self.state_bytes))} of states ({fullest_over_mean(self.state_bytes):.2f} ×)",
+        ]
+        if any(self.flops):
+            parts.append(f"{max(self.flops) / 1e12:.3g} TFLOP a step ({fullest_over_mean(self.flops):.2f} ×)")
+        least = self.least_elements * ranks / max(sum(self.elements), 1)
+        bound = f"no assignment of whole parameters is below {least:.2f} ×" if least >= 1.005 else ""
+        return ", ".join(parts) + (f"; {bound}" if bound else "")
+
+
+def least_max_load(sizes: Sequence[int], ranks: int) -> float:
+    """Return a lower bound of the fullest owner's elements, for any assignment of items of these sizes.
+
+    Of the k·N + 1 largest items, some rank has k + 1; and no rank has less than the mean.
+
+    >>> least_max_load([4, 4, 4, 1], ranks=2), least_max_load([4, 4, 1, 1], ranks=2)
+    (8, 5.0)
+    """
+    ordered = sorted(sizes, reverse=True)
+    crowded = [(at // ranks + 1) * ordered[at] for at in range(0, len(ordered), ranks)]
+    return max([sum(sizes) / ranks, *crowded])
