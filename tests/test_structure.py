@@ -30,8 +30,8 @@ FUNCTIONS = {
     "no_sync": "model",
     "offload_states": "model",
     "plan": "model inputs=None devices machine='h100' memory=None batch=None micro_batch=None sequence=None loss=None "
-    "stage=(0, 1, 2, 3) tensor=None checkpoint=('none', 'recompute', 'host') offload='every' optimizer_states=2 "
-    "one_pass=True scratch=0.0 clip=True replicas=1 options",
+    "stage=(0, 1, 2, 3) tensor=None checkpoint=('none', 'recompute', 'host') offload='every' optimizer='adamw' "
+    "optimizer_states=2 one_pass=True scratch=0.0 clip=True replicas=1 options",
     "profile": "model trace=None",
     "reload_states": "model",
     "report": "model",

@@ -86,9 +86,18 @@ class ConfigChooser(Protocol):
     """Chooses the options that were left to a plan; see :func:`zeroshard.shard`."""
 
     def __call__(
-        self, config: Config, consistency: ConsistencyChecker, device: torch.device, mesh_sizes: tuple[int, int, int]
+        self,
+        config: Config,
+        consistency: ConsistencyChecker,
+        device: torch.device,
+        mesh_sizes: tuple[int, int, int],
+        needs_whole: list[bool],
     ) -> ChosenConfig:
-        """Return the chosen options. ``mesh_sizes``: sizes of the replicate, shard and tensor axes."""
+        """Return the chosen options.
+
+        ``mesh_sizes``: sizes of the replicate, shard and tensor axes. ``needs_whole``: which groups of the optimizer
+        are updated as whole parameters.
+        """
 
 
 def shard_model(
@@ -112,7 +121,7 @@ def shard_model(
     optimized_ids, needs_whole = _inspect_optimizer(optimizer, names, config)
     chosen = ChosenConfig(config, "")
     if choose is not None:
-        chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size))
+        chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size), needs_whole)
         config = chosen.config
     check_max_norm(model, config, shard_size * replicas)
     verify_same_model(model, _optimizer_signature(optimizer, names), config, consistency)

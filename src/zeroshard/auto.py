@@ -59,12 +59,16 @@ def shard(
     from zeroshard.planner.auto import JobTopology, choose_for_shard  # here: most calls do not need the planner
 
     def choose(
-        config: Config, consistency: ConsistencyChecker, device: torch.device, mesh_sizes: tuple[int, int, int]
+        config: Config,
+        consistency: ConsistencyChecker,
+        device: torch.device,
+        mesh_sizes: tuple[int, int, int],
+        needs_whole: list[bool],
     ) -> ChosenConfig:
         replicas, shard_size, tensor = mesh_sizes
         topology = JobTopology(device, shard_size * tensor, tensor, replicas)
         decision = choose_for_shard(
-            model, optimizer, inputs, planning, topology, consistency, checkpoint=checkpoint, **options
+            model, optimizer, inputs, planning, topology, consistency, needs_whole, checkpoint=checkpoint, **options
         )
         chosen = {name: value for name, value in decision.strategy.shard_options.items() if name in left_to_plan}
         checkpointing = decision.apply_checkpointing if "checkpoint" in left_to_plan else None

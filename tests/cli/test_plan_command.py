@@ -247,6 +247,19 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_muon_is_planned_and_its_owners_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "7.6b", "--devices", "64", "--optimizer", "muon", "--stage", "3", "--micro-batch", "4"]
+    assert main([*argv, "--tensor", "1", "--checkpoint", "none"]) == 0
+    output = capsys.readouterr().out
+    assert (
+        "whole parameters, 64 owners: the fullest has 134M elements (1.19 × the mean of 113M), 536.87 MB of states "
+        "(1.19 ×), 12.4 TFLOP a step (1.14 ×); no assignment of whole parameters is below 1.19 ×"
+    ) in output
+    assert re.search(r"-m zeroshard train .* --optimizer muon\n", output)
+    assert main([*argv, "--offload", "host"]) == 2
+    assert "--offload host cannot be planned with --optimizer muon" in capsys.readouterr().err
+
+
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out

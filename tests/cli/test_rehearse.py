@@ -22,6 +22,8 @@ from zeroshard.cli.main import main
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord, RehearsalCheck, run_checks
 from zeroshard.cli.rehearse_rank import RankRecorder, RehearsalSettings, checksum
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.options import StepOptions
 
 STEPS = 3
 SCRIPT = """
@@ -254,6 +256,8 @@ def train(rank: int, fault: str, options: dict[str, Any], backwards: int, replic
     model: Any = Net()
     model.blocks[0].requires_grad_(fault != "frozen")
     optimizer: Any = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    if fault == "muon":
+        optimizer = make_optimizer(model, StepOptions(optimizer="muon"))
     shape = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh("cpu", shape) if replicas > 1 else None
     if fault != "never shards":
@@ -297,6 +301,14 @@ def test_traffic_and_memory_of_a_step_are_those_of_the_formulas(
     statuses = {name: check.status for name, check in found.items()}
     has_copies = stage < 3 or replicas > 1
     assert statuses == {**dict.fromkeys(found, "passed"), "replicas": "passed" if has_copies else "not checked"}, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tmp_path: Path) -> None:
+    found = checks_of(3, tmp_path, "muon", stage=stage, precision="bf16")
+    assert {check.status for name, check in found.items() if name != "replicas"} == {"passed"}, found
+    assert ("all-to-all" in found["collectives"].text) == bool(stage)
 
 
 @pytest.mark.slow

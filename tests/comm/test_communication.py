@@ -24,6 +24,8 @@ from zeroshard.comm.consistency import ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic
 from zeroshard.comm.mesh import MeshAxis
 from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.options import StepOptions
 
 CONFIG = GPTConfig(vocab_size=2000, context=64, layers=4, heads=4, width=96)  # 0.8 M parameters
 PSI = CONFIG.parameters
@@ -63,11 +65,13 @@ def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: in
             assert (traffic.count, traffic.bytes) == (len(sizes_of(events, kind)), sum(sizes_of(events, kind)))
 
 
-def measure_wire(rank: int, axes: dict[str, int], stage: int) -> tuple[float, int]:
+def measure_wire(rank: int, axes: dict[str, int], stage: int, is_muon: bool = False) -> tuple[float, int]:
     """Return the bytes that a step's report promises this rank receives, and those that its sockets have received."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    if is_muon:
+        optimizer = make_optimizer(model, StepOptions(optimizer="muon"))
     model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, precision="bf16", bucket_size=2**16)
     if "tensor" in axes:
         zeroshard.checkpoint_activations(model, partition=True)
@@ -105,6 +109,14 @@ def measure_wire(rank: int, axes: dict[str, int], stage: int) -> tuple[float, in
 def test_the_wire_moves_the_bytes_of_the_report(axes: dict[str, int], stage: int) -> None:
     for promised, received in run_processes(math.prod(axes.values()), measure_wire, axes, stage):
         assert received == pytest.approx(promised, rel=0.03, abs=2**14)  # headers, heartbeats
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
+def test_the_wire_moves_the_bytes_of_whole_parameters_too() -> None:
+    found = run_processes(3, measure_wire, {"shard": 3}, 3, True)
+    promised, received = (sum(part) for part in zip(*found, strict=True))  # a rank's own share of an all-to-all differs
+    assert received == pytest.approx(promised, rel=0.03, abs=2**14)
 
 
 def scatter_dtensor(rank: int) -> tuple[float, int]:

@@ -86,7 +86,7 @@ def train_muon(rank: int, options: dict) -> tuple[dict[str, int], zeroshard.Repo
 def test_the_states_of_muon_are_predicted_to_the_byte_on_every_owner(
     ranks: int, stage: int, precision: str | None
 ) -> None:
-    options = {"stage": stage, "precision": precision, "bucket_size": 2**16}
+    options = {"stage": stage, "precision": precision, "bucket_size": 4096}
     with torch.device("meta"):
         model = GPT(CONFIG)
     predicted = predict_memory(model, ranks=ranks, optimizer="muon", on_gpu=False, **options)
@@ -108,6 +108,7 @@ def test_the_states_of_muon_are_predicted_to_the_byte_on_every_owner(
         if ranks == 1 or stage == 0:
             assert (sizes.collectives, exchanged.count) == (0, 0)
         else:
+            assert exchanged.count == sizes.collectives
             # the parts of a rank are not all equal, because buckets are divided, not parameters
             expected = sizes.to_owner_bytes + 4 * sizes.loads.elements[owner]
             assert exchanged.bytes == pytest.approx(expected, rel=0.3)
@@ -116,7 +117,7 @@ def test_the_states_of_muon_are_predicted_to_the_byte_on_every_owner(
     if ranks > 1 and stage:
         sent = sum(report.collectives["all-to-all"].bytes for _, report in results)
         expected = ranks * sizes.to_owner_bytes + 4 * sizes.loads.total_elements
-        assert sent == pytest.approx(expected, rel=0.01 if precision is None else 0.25)
+        assert sent == pytest.approx(expected, rel=0.01)
         peak = max(report.memory["step", "device"].peak for _, report in results)
         assert peak <= predicted.transient["step"]
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from ranks import run_threads
+from ranks import run_threads, seeded
 from torch import nn
 
 import zeroshard
@@ -21,10 +21,12 @@ CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=32)
 OPTIONS = StepOptions(optimizer="muon", steps=6, warmup=2, lr=3e-3, muon_lr=2e-2, weight_decay=0.2)
 
 
+with seeded(0):
+    GPT_AT_START = GPT(CONFIG)
+
+
 def make_gpt() -> GPT:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return GPT(CONFIG)
+    return copy.deepcopy(GPT_AT_START)  # ranks that are threads share one generator
 
 
 def batches(count: int) -> list[torch.Tensor]:

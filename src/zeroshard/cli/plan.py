@@ -106,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="precision of computation; auto: 16 bits on a GPU, 32 on a CPU",
     )
+    group.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="adamw, or muon: Muon for the matrices of blocks, each updated by one rank, and AdamW for the others, "
+        "planned without offload; default: adamw",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--all", action="store_true", help="show all rows, not only the most informative ones")
     group.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
@@ -134,6 +141,8 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
     if options.json != STDOUT:
         table = format_table(plans, show_all=options.all, tokens=tokens)
         echo(f"precision {plans.precision}\n\n{table}\n\n{plans.reason}")
+        if (loads := plans.best_or_smallest.owner_loads) is not None and len(loads.elements) > 1:
+            echo(f"\nwhole parameters, {len(loads.elements)} owners: the fullest has {loads.describe()}")
         for label, text in usage:
             echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
     if options.html is not None:
@@ -174,6 +183,9 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
         if (value := getattr(options, name)) is not None
     }
     constraints["offload"] = None if options.offload == "none" else "every"
+    constraints["optimizer"] = options.optimizer
+    if tier is not None and options.optimizer == "muon":
+        raise ValueError(f"--offload {tier} cannot be planned with --optimizer muon: leave one of them out")
     if options.precision != "auto":
         constraints["precision"] = options.precision
     try:
@@ -205,6 +217,7 @@ def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, s
         command = train_command(
             best.strategy, options.model, plans.devices, plans.machine, plans.precision, options.sequence
         )
+        command += " --optimizer muon" if options.optimizer == "muon" else ""
         lines.insert(0, ("to train with this plan", command))
     return lines
 

@@ -47,14 +47,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine import Engine, FlatParam
-from zeroshard.optim import state_bytes_per_element
-from zeroshard.planner import count_states
+from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
+from zeroshard.planner import WholeOwners, WholeParamSpec, count_states
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in
 
@@ -253,7 +258,8 @@ class RankRecorder:
         start = _checksum_weights(model) if isinstance(model, nn.Module) else None
         self._is_sharding = True
         try:
-            sharded, optimizer = shard_model(model, *args, **kwargs)
+            with _without_hooks_of(self):
+                sharded, optimizer = shard_model(model, *args, **kwargs)
         finally:
             self._is_sharding = False
         engine: Engine = vars(model)["_zeroshard"].engine
@@ -261,7 +267,7 @@ class RankRecorder:
         record.start = start
         if optimizer is not None:
             self._sharded[optimizer] = record, engine
-            record.predicted, record.peak_bound = predict_bytes(engine, optimizer.inner)
+            record.predicted, record.peak_bound = predict_bytes(engine, optimizer)
         self.record.models.append(record)
         self.record.device = str(engine.comm.device)
         model.register_forward_pre_hook(partial(_record_batch, record), prepend=True, with_kwargs=True)
@@ -438,6 +444,22 @@ def _is_away(flat: FlatParam) -> bool:
     return is_on_disk or flat.pending_update is not None
 
 
+@contextmanager
+def _without_hooks_of(owner: object) -> Iterator[None]:
+    """Remove an object's hooks on every optimizer's step: shard() tries unknown optimizers only without hooks."""
+    removed: list[tuple[Any, dict[int, Any]]] = []
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
+        removed.append((hooks, own))
+        for key in own:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, own in removed:
+            hooks.update(own)
+
+
 # ------------------------------------------------------------------------------------------------- formulas
 
 
@@ -468,13 +490,24 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     return traffic
 
 
-def predict_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], int]:
+def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str, int], int]:
     """Return the bytes of states by "kind, tier" from the shard plan, and the bound of the peak on the device.
 
     The bound is that of docs/architecture.md, "Memory of a step", without activations.
     """
     specs, config = [flat.spec for flat in _flats(engine)], engine.context.config
-    on_device, offloaded = count_states(specs, engine.context.placement, state_bytes_per_element(optimizer) // 4)
+    states, routing, step_bytes = state_bytes_per_element(optimizer.inner) // 4, optimizer.routing(), 0
+    owned_bytes = None
+    if routing.whole:
+        whole = {
+            name: WholeParamSpec(param.elements, (param.state_bytes or 8 * param.elements) / (4 * param.elements), 0.0)
+            for name, param in routing.whole.items()
+            if param.elements
+        }
+        owners = WholeOwners(specs, whole, engine.comm.shard_axis.size, config.bucket_size)
+        owned_bytes = owners.state_bytes(engine.comm.shard_axis.rank, states)
+        step_bytes = owners.step_buffer_bytes([spec for spec in specs if spec.is_optimized])
+    on_device, offloaded = count_states(specs, engine.context.placement, states, owned_bytes)
     predicted = {f"{kind}, device": nbytes for kind, nbytes in on_device.items()}
     predicted |= {f"{kind}, {tier}": nbytes for (kind, tier), nbytes in offloaded.items()}
     trained = [spec for spec in specs if spec.is_trainable]
@@ -493,7 +526,7 @@ def predict_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[dic
     )
     buffers_per_slot = 1 + 1 / engine.comm.shard_axis.size + engine.comm.needs_receive_buffer
     ring_bytes = config.ring * 4 * bucket_bytes * buffers_per_slot / 3
-    step_bytes = 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size)
+    step_bytes = max(step_bytes, 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size))
     bound = sum(on_device.values()) + max(2 * unit_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
     return predicted, int(bound)
 

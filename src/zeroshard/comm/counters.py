@@ -18,7 +18,8 @@ class Traffic:
     """Collectives of one kind.
 
     Bytes are counted as in the paper: an all-gather by its output, a reduce-scatter by its input, an all-reduce by
-    twice its length. A rank of a group of N receives (N - 1)/N of them.
+    twice its length; an all-to-all by its input. A rank of a group of N receives (N - 1)/N of them, of an all-to-all on
+    average.
     """
 
     count: int = 0

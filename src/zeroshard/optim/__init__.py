@@ -7,7 +7,7 @@ from zeroshard.optim.routing import measure_update
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel
 from zeroshard.optim.state_dict import allocate_state
-from zeroshard.optim.whole_params import assign_owners
+from zeroshard.optim.whole_params import assign_owners, split_batches
 
 __all__ = [
     "ADAM_STATE_KEYS",
@@ -21,6 +21,7 @@ __all__ = [
     "make_adam_update",
     "max_slice_numel",
     "measure_update",
+    "split_batches",
     "state_after_first_step",
     "state_bytes_per_element",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from zeroshard.activations import checkpoint_activations
 from zeroshard.comm import ConsistencyChecker, open_consistency_checker
 from zeroshard.config.offload import Offload, parse_bytes
-from zeroshard.optim import is_supported, state_bytes_per_element
+from zeroshard.optim import is_supported, measure_update, state_bytes_per_element
 from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import Plan, Plans, plan
@@ -23,6 +23,7 @@ from zeroshard.planner.search import STAGES
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs, LossFn, compute_loss
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError, strip_checkpointing
+from zeroshard.planner.whole_params import find_whole_params
 from zeroshard.sharding import Placement
 from zeroshard.utils.format import format_bytes
 from zeroshard.utils.tree import tensors_in
@@ -245,9 +246,13 @@ def choose_for_shard(
     planning: Mapping[str, Any] | None,
     topology: JobTopology,
     control: ConsistencyChecker,
+    needs_whole: Sequence[bool] = (),
     **options: Any,
 ) -> PlanDecision:
-    """Choose a plan for :func:`zeroshard.shard` from its ``options``, some of which are "auto"."""
+    """Choose a plan for :func:`zeroshard.shard` from its ``options``, some of which are "auto".
+
+    ``needs_whole``: which groups of the optimizer are updated as whole parameters.
+    """
     planning_options = PlanningOptions.from_mapping(planning)
     memory = _min_memory_limit(control, planning_options, inputs)
     micro_batch, example = _micro_batch_and_inputs(inputs, planning_options.micro_batch)
@@ -265,7 +270,8 @@ def choose_for_shard(
         sequence=planning_options.sequence,
         loss=_OutputHoldingLoss(planning_options.loss),
         clip=planning_options.clip,
-        optimizer_states=state_bytes_per_element(optimizer) // 4,
+        optimizer=find_whole_params(model, optimizer, needs_whole) if optimizer is not None else {},
+        optimizer_states=_slice_states(optimizer, needs_whole),
         one_pass=is_supported(optimizer),
         scratch=_scratch_bytes_per_element(optimizer),
         **{"stage": 3, "precision": None, **options},
@@ -299,6 +305,15 @@ class _OutputHoldingLoss:
     def __call__(self, output: Any) -> torch.Tensor:
         self._output = output  # replaces the previous one
         return compute_loss(output, self._loss)
+
+
+def _slice_states(optimizer: torch.optim.Optimizer | None, needs_whole: Sequence[bool]) -> int:
+    """Return the state values per element of the first group that is updated on flat slices."""
+    if optimizer is None or not any(needs_whole):
+        return state_bytes_per_element(optimizer) // 4
+    groups = [group for group, is_whole in zip(optimizer.param_groups, needs_whole, strict=True) if not is_whole]
+    found = measure_update(optimizer, groups[0], torch.Size([2**10]), torch.float32) if groups else None
+    return 2 if found is None else found.state_bytes // 2**12
 
 
 def _scratch_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> float:

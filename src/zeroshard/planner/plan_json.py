@@ -24,6 +24,8 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
                                       above without gradients, which are listed separately
         host, disk                    host memory and disk of one rank
         node                          host and disk of all ranks of a node
+        owners                        null if all parameters are updated on flat slices; else elements, state_bytes
+                                      and flops of a step, each with those of the fullest owner and the mean
         traffic                       bytes per step by kind: data-parallel collectives by name, tensor-parallel ones
                                       with the prefix "tensor ", "pcie" and "disk" for the tiers
         psi                           data-parallel traffic as a multiple of Ψ, the bytes of all parameters
@@ -102,6 +104,7 @@ def plan_to_dict(plan: Plan, *, tokens: int | None = None) -> dict[str, Any]:
         "host": footprint.host,
         "disk": footprint.disk,
         "node": plan.node_bytes,
+        "owners": _owners_to_dict(plan),
         "traffic": dict(plan.step_time.traffic),
         "psi": plan.data_parallel_psi,
         "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
@@ -109,6 +112,14 @@ def plan_to_dict(plan: Plan, *, tokens: int | None = None) -> dict[str, Any]:
         "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
         "flops_per_second": plan.flops_per_second,
     }
+
+
+def _owners_to_dict(plan: Plan) -> dict[str, dict[str, float]] | None:
+    loads = plan.owner_loads
+    if loads is None:
+        return None
+    by_owner = {"elements": loads.elements, "state_bytes": loads.state_bytes, "flops": loads.flops}
+    return {name: {"fullest": max(values), "mean": sum(values) / len(values)} for name, values in by_owner.items()}
 
 
 def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from zeroshard.config.offload import Offload
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall, usage_fractions
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.search import SearchSpace, candidate_strategies
@@ -17,6 +18,7 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.planner.whole_params import OwnerLoads, WholeParamSpec, find_whole_params
 from zeroshard.utils.format import format_bytes
 
 SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
@@ -46,6 +48,12 @@ class Plan:
     def useful_flops(self) -> float:
         """FLOPs of a step on one device, without recomputation."""
         return self.traced_model.useful_flops(self.strategy, self.machine)
+
+    @property
+    def owner_loads(self) -> OwnerLoads | None:
+        """What each owner of whole parameters has; None if all parameters are updated on flat slices."""
+        sizes = self.traced_model.state_sizes(self.strategy, self.devices, not self.machine.is_cpu)
+        return sizes.whole.loads if sizes.whole is not None else None
 
     @property
     def fits(self) -> bool:
@@ -195,6 +203,7 @@ def plan(
     tensor: int | Sequence[int] | None = None,
     checkpoint: CheckpointMode | Sequence[CheckpointMode] = CHECKPOINT_MODES,
     offload: Any = "every",
+    optimizer: str | Mapping[str, WholeParamSpec] = "adamw",
     optimizer_states: int = 2,
     one_pass: bool = True,
     scratch: float = 0.0,
@@ -212,8 +221,10 @@ def plan(
 
     ``batch`` is the batch size of a step over all devices; without it, each plan uses its fastest micro-batch.
     ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` restrict the search, each to one value or
-    several. ``optimizer_states`` is the number of state values per element (2 for Adam). ``one_pass``: if there are 2,
-    the optimizer is torch's fused Adam or AdamW, which a GPU updates in one pass over memory. ``scratch`` is the
+    several. ``optimizer`` is "adamw" or "muon": Muon for the matrices of blocks, AdamW for the rest; or what is updated
+    as a whole, by name, from :func:`zeroshard.planner.find_whole_params`. Offload and Muon are not planned together.
+    ``optimizer_states`` is the number of state values per element that AdamW, or another optimizer in its place, keeps.
+    ``one_pass``: if there are 2, it is torch's fused Adam or AdamW, which a GPU updates in one pass. ``scratch`` is the
     temporary memory of its kernels, in bytes per element. ``replicas`` is the number of groups of ``devices`` with the
     same states, on a 2D mesh; the time of all-reduces between replicas is not counted. ``options`` are those of
     :func:`zeroshard.shard`.
@@ -234,6 +245,10 @@ def plan(
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {loss!r}")
+    whole = find_whole_params(model, optimizer) if isinstance(optimizer, str) else optimizer
+    if whole:
+        _check_no_offload(offload)
+        offload = None
     machine = Machine.resolve(machine).with_memory(memory).shared_by(devices)
     precision = options.setdefault("precision", machine.default_precision)
     if precision is not None:
@@ -255,6 +270,7 @@ def plan(
         has_fused_adam=one_pass,
         scratch_bytes_per_element=scratch,
         replicas=replicas,
+        whole=whole,
     )
     traced_model = TracedModel(model, loop, **options)
     plans = _evaluate_all(traced_model, devices, machine, space)
@@ -262,6 +278,16 @@ def plan(
     if best is not None and not traced_model.verify_extrapolation(best.strategy, machine):
         plans = _evaluate_all(traced_model, devices, machine, space)  # now from traces of the full model
     return plans
+
+
+def _check_no_offload(offload: Any) -> None:
+    """Raise if states must be offloaded, whose updates as whole parameters are not simulated."""
+    options = offload if isinstance(offload, list) else [offload]
+    if offload != "every" and any(Offload.from_option(option) is not None for option in options):
+        raise ValueError(
+            "the planner cannot predict the step time with offloaded states if parameters are updated as a whole, as "
+            "by Muon: leave offload out, or plan with optimizer='adamw'"
+        )
 
 
 def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, space: SearchSpace) -> Plans:

@@ -12,7 +12,7 @@ from torch import nn
 from zeroshard.config.config import Config
 from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
-from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel
+from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel, split_batches
 from zeroshard.planner.whole_params import OwnerLoads, WholeParamSpec, find_whole_params
 from zeroshard.sharding import (
     FlatSpec,
@@ -157,9 +157,11 @@ class WholeSizes:
 
     loads: OwnerLoads
     optimizer_state_bytes: tuple[int, ...]  # of each rank of the shard axis, whole or not, in all tiers
+    shard_numel: int  # elements of whole parameters in a rank's shard
     to_owner_bytes: int  # that a rank sends: its shards of gradients and values
     from_owner_bytes: int  # that the fullest owner sends: new values
-    collectives: int  # in a step
+    tensor_bytes: int  # that the fullest owner all-gathers over the tensor axis
+    collectives: int  # all-to-alls in a step
 
 
 def state_sizes(
@@ -205,7 +207,7 @@ def state_sizes(
         on_gpu=on_gpu,
     )
     flats = plan.flats
-    owners = WholeOwners(flats, whole, shard_count) if whole else None
+    owners = WholeOwners(flats, whole, shard_count, config.bucket_size) if whole else None
     state_bytes = owners.fullest_state_bytes(optimizer_states) if owners is not None else None
     states, offloaded = count_states(flats, placement, optimizer_states, state_bytes)
     trained = [flat for flat in flats if flat.is_optimized]
@@ -232,7 +234,7 @@ def state_sizes(
         step_buffer_bytes=(
             min(copied_numel, max_slice_numel(config.bucket_size)) * copied_itemsize
             if owners is None
-            else owners.step_buffer_bytes(copied, config.bucket_size)
+            else owners.step_buffer_bytes(copied)
         ),
         staging_bytes=plan.staging_bytes,
         update_bytes_per_element=max(
@@ -241,7 +243,7 @@ def state_sizes(
         optimizer_bytes_per_element=max(
             ((1 + optimizer_states) * flat.master_dtype.itemsize for flat in trained), default=0
         ),
-        whole=None if owners is None else owners.sizes(optimizer_states, config.bucket_size),
+        whole=None if owners is None else owners.sizes(optimizer_states),
     )
 
 
@@ -409,17 +411,21 @@ def _unit_sizes(
 
 
 class WholeOwners:
-    """The owners of whole parameters, and what is left for flat slices."""
+    """The owners of whole parameters, and what is left for flat slices: [Note: predicting whole parameters]."""
 
-    def __init__(self, flats: list[FlatSpec], whole: Mapping[str, WholeParamSpec], ranks: int) -> None:
+    def __init__(
+        self, flats: list[FlatSpec], whole: Mapping[str, WholeParamSpec], ranks: int, bucket_size: int
+    ) -> None:
         self._flats = [flat for flat in flats if flat.is_optimized]
-        places = {name: (flat, index) for flat in self._flats for index, name in enumerate(flat.names)}
-        self._whole = {name: spec for name, spec in whole.items() if name in places}
-        self._places = {name: places[name] for name in self._whole}
-        numels = {name: flat.layout.numels[index] for name, (flat, index) in self._places.items()}
-        self._numels, self._ranks = numels, ranks
-        itemsizes = {name: flat.master_dtype.itemsize for name, (flat, _) in self._places.items()}
-        self.owner_by_name, self.loads = OwnerLoads.assign(numels, itemsizes, self._whole, ranks)
+        self._flat_by_name = {name: flat for flat in self._flats for name in flat.names if name in whole}
+        self._whole = {name: spec for name, spec in whole.items() if name in self._flat_by_name}
+        self._ranks = ranks
+        itemsizes = {name: flat.master_dtype.itemsize for name, flat in self._flat_by_name.items()}
+        self._itemsize = max(itemsizes.values())
+        self._owners, self.loads = OwnerLoads.assign(self._whole, itemsizes, ranks)
+        numels = [spec.numel for spec in self._whole.values()]
+        names, owners = list(self._whole), list(self._owners.values())
+        self._batches = [[names[i] for i in batch] for batch in split_batches(owners, numels, bucket_size // 2)]
 
     def state_bytes(self, rank: int, optimizer_states: int) -> dict[str, int]:
         """Return the bytes of a rank's optimizer states, by tier."""
@@ -432,11 +438,16 @@ class WholeOwners:
             for span, tier in flat.tier_placement.optimizer:
                 numel = self._slice_numel(flat, span, rank)
                 count(tier, optimizer_states * numel * flat.master_dtype.itemsize)
-        for name, (flat, _) in self._places.items():
-            if self.owner_by_name[name] == rank:
-                itemsize = flat.master_dtype.itemsize
-                count(_largest_tier(flat), round(self._whole[name].states * self._numels[name] * itemsize))
+        for name, spec in self._whole.items():
+            if self._owners[name] == rank:
+                flat = self._flat_by_name[name]
+                count(_largest_tier(flat), round(spec.states * spec.numel * flat.master_dtype.itemsize))
         return found
+
+    def fullest_state_bytes(self, optimizer_states: int) -> dict[str, int]:
+        """Return the optimizer states of the rank that has the most bytes, by tier."""
+        ranks = [self.state_bytes(rank, optimizer_states) for rank in range(self._ranks)]
+        return max(ranks, key=lambda by_tier: sum(by_tier.values()))
 
     def _slice_numel(self, flat: FlatSpec, span: Range, rank: int) -> int:
         """Return the elements of a rank's shard inside a range that are updated on flat slices."""
@@ -449,48 +460,55 @@ class WholeOwners:
                 total += common.numel
         return total
 
-    def sizes(self, optimizer_states: int, bucket_size: int) -> WholeSizes:
+    def sizes(self, optimizer_states: int) -> WholeSizes:
         """Return the memory of each rank and the traffic of a step."""
-        totals = [sum(self.state_bytes(rank, optimizer_states).values()) for rank in range(self._ranks)]
-        to_owner = sum(
-            -(-self._numels[name] // self._ranks) * (flat.reduce_dtype.itemsize + flat.master_dtype.itemsize)
-            for name, (flat, _) in self._places.items()
-        )
-        fullest = self.loads.fullest_elements
-        batches = -(-fullest // self._exchange_numel(bucket_size))
+        shards, values, divided = 0, [0] * self._ranks, [0] * self._ranks
+        for name, spec in self._whole.items():
+            flat, owner = self._flat_by_name[name], self._owners[name]
+            numel = self._local_numel(name)
+            shards += -(-numel // self._ranks) * (flat.reduce_dtype.itemsize + flat.master_dtype.itemsize)
+            values[owner] += numel * flat.master_dtype.itemsize
+            divided[owner] += 2 * spec.numel * flat.master_dtype.itemsize if numel < spec.numel else 0
+        is_exchanged = self._ranks > 1
         return WholeSizes(
             self.loads,
-            tuple(totals),
-            to_owner_bytes=to_owner if self._ranks > 1 else 0,
-            from_owner_bytes=fullest * self._itemsize if self._ranks > 1 else 0,
-            collectives=2 * batches if self._ranks > 1 else 0,
+            tuple(sum(self.state_bytes(rank, optimizer_states).values()) for rank in range(self._ranks)),
+            shard_numel=sum(self._local_numel(name) for name in self._whole) // self._ranks,
+            to_owner_bytes=shards if is_exchanged else 0,
+            from_owner_bytes=max(values) if is_exchanged else 0,
+            tensor_bytes=max(divided),
+            collectives=2 * len(self._batches) if is_exchanged else 0,
         )
 
-    def fullest_state_bytes(self, optimizer_states: int) -> dict[str, int]:
-        """Return the optimizer states of the rank that has the most bytes, by tier."""
-        ranks = [self.state_bytes(rank, optimizer_states) for rank in range(self._ranks)]
-        return max(ranks, key=lambda by_tier: sum(by_tier.values()))
+    def step_buffer_bytes(self, copied: list[FlatSpec]) -> int:
+        """Return a bound of the bytes that a step allocates, if one call updates everything.
 
-    def step_buffer_bytes(self, copied: list[FlatSpec], bucket_size: int) -> int:
-        """Return the bytes that a step allocates: one call updates everything.
-
-        The fp32 copies of gradients on slices; values and gradients of the owned parameters; one exchange at a time.
+        The copies of gradients on slices, the values and gradients of the owned parameters, and one exchange: what is
+        sent, and what is received.
         """
-        whole_numel = {id(flat): 0 for flat in self._flats}
-        for name, (flat, _) in self._places.items():
-            whole_numel[id(flat)] += self._numels[name] // self._ranks
-        slices = sum((flat.layout.shard_numel - whole_numel[id(flat)]) * flat.master_dtype.itemsize for flat in copied)
-        owned = 2 * self.loads.fullest_elements * self._itemsize
-        exchanged = min(self.loads.fullest_elements, self._exchange_numel(bucket_size)) if self._ranks > 1 else 0
-        return slices + owned + 2 * exchanged * 2 * self._itemsize
+        local = {id(flat): 0 for flat in self._flats}
+        for name, flat in self._flat_by_name.items():
+            local[id(flat)] += self._local_numel(name) // self._ranks
+        slices = sum((flat.layout.shard_numel - local[id(flat)]) * flat.master_dtype.itemsize for flat in copied)
+        is_divided = any(self._local_numel(name) < spec.numel for name, spec in self._whole.items())
+        if self._ranks == 1 and not is_divided:  # values are updated in place
+            return slices + (self.loads.fullest_elements * self._itemsize if copied else 0)
+        exchanged = max(self._exchange_bytes(batch, is_divided) for batch in self._batches)
+        return slices + 2 * self.loads.fullest_elements * self._itemsize + exchanged
 
-    def _exchange_numel(self, bucket_size: int) -> int:
-        """Return the most elements of one owner in an exchange, each with a value and a gradient."""
-        return max(bucket_size // 2, self.loads.max_param_numel)
+    def _exchange_bytes(self, batch: list[str], is_divided: bool) -> int:
+        """Return the most bytes that a rank sends and receives in an exchange, each run aligned."""
+        received, runs = [0] * self._ranks, [0] * self._ranks
+        for name in batch:
+            received[self._owners[name]] += 2 * self._whole[name].numel * self._itemsize
+            runs[self._owners[name]] += 2 * self._ranks
+        sent = -(-sum(received) // self._ranks)
+        return (1 + is_divided) * (max(received) + sent) + 16 * (max(runs) + 2 * len(batch))
 
-    @property
-    def _itemsize(self) -> int:
-        return max(flat.master_dtype.itemsize for flat, _ in self._places.values())
+    def _local_numel(self, name: str) -> int:
+        """Return the elements of a parameter on this tensor-parallel rank."""
+        flat = self._flat_by_name[name]
+        return flat.layout.numels[flat.names.index(name)]
 
 
 def _largest_tier(flat: FlatSpec) -> str:

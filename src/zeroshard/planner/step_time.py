@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, fields
 
 from zeroshard.planner.machines.collective_time import collective_seconds
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.state_sizes import StateSizes
+from zeroshard.planner.state_sizes import StateSizes, WholeSizes
 from zeroshard.planner.tracing.trace import Op, Trace, TraceSpan, UnshardOrder, split_spans
+from zeroshard.planner.whole_params import UPDATE_BYTES_PER_ELEMENT
 
 SIMULATED_STEPS = 3  # only the last one counts
 # host memory traffic per parameter: the 16-bit gradient and parameter in transfer, and an Adam update
@@ -360,16 +361,32 @@ class _StepSimulator:
             self._wait_until("reduce", self._time.reduce)
         trainable = sum(unit.trained_numel for unit in sizes.units)
         on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
+        if sizes.whole is not None:
+            on_device -= sizes.whole.shard_numel
         busy = on_device * sizes.update_bytes_per_element / machine.bandwidth
         if self._conditions.has_clipping:
             busy += sizes.states["gradients"] / machine.bandwidth
             busy += collective_seconds(machine, "all-reduce", 4, self._data_ranks, self._conditions.tensor)
+        if sizes.whole is not None:
+            busy += self._whole_seconds(sizes.whole)
         self._time.host += machine.unit
         self._wait_until("update", max(self._time.compute, self._time.host) + busy)
         self._updated_params_at.clear()
         self._update_offloaded()
         if sizes.shard_count > 1 and not sizes.placement.parameters:
             self._all_gather_params()
+
+    def _whole_seconds(self, whole: WholeSizes) -> float:
+        """Return the seconds of the fullest owner: exchange, update, exchange. None of them overlap."""
+        machine = self._machine
+        seconds = self._collective_seconds("all-to-all", whole.to_owner_bytes)
+        seconds += self._collective_seconds("all-to-all", whole.from_owner_bytes)
+        if whole.tensor_bytes:
+            self._count_traffic("all-gather", whole.tensor_bytes)
+            seconds += collective_seconds(machine, "all-gather", whole.tensor_bytes, self._conditions.tensor)
+        seconds += whole.loads.fullest_elements * UPDATE_BYTES_PER_ELEMENT / machine.bandwidth
+        precision = "bf16" if "bf16" in machine.flops else "fp32"
+        return seconds + (machine.matmul_seconds(flops, precision) if (flops := max(whole.loads.flops)) else 0.0)
 
     def _update_offloaded(self) -> None:
         """Update unit by unit on the host: among the gradients that have arrived, the first one that forward needs."""

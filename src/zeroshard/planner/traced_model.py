@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace import Trace, split_spans
 from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableError, trace_model
+from zeroshard.planner.whole_params import SCRATCH_BYTES_PER_ELEMENT, WholeParamSpec
 from zeroshard.sharding import blocks_per_group, find_repeated_blocks, plan_units
 from zeroshard.tensor_parallel import tensor_plan_for
 
@@ -53,6 +54,8 @@ class TrainingLoop:
     """With 2 states, a GPU updates in one pass over memory."""
     scratch_bytes_per_element: float = 0.0
     """Temporary memory of the optimizer's kernels."""
+    whole: Mapping[str, WholeParamSpec] = field(default_factory=dict)
+    """The parameters that are updated as a whole."""
     replicas: int = 1
     """Number of groups of ranks that have the same states."""
     partition_activations: bool = True
@@ -270,6 +273,7 @@ class TracedModel:
             has_fused_adam=self.loop.has_fused_adam,
             unit_specs=self._unit_specs,
             replicas=self.loop.replicas,
+            whole=self.loop.whole,
         )
 
     def footprint(self, strategy: Strategy, ranks: int, machine: Machine, timeline: bool = False) -> Footprint:
@@ -284,12 +288,15 @@ class TracedModel:
         traced, on_gpu = self.trace_and_cost(strategy, machine), not machine.is_cpu
         sizes = self.state_sizes(strategy, ranks, on_gpu)
         trained_numel = sum(unit.trained_numel for unit in sizes.units)
+        scratch_bytes = self.loop.scratch_bytes_per_element * min(trained_numel, self._config.bucket_size)
+        if sizes.whole is not None:  # one parameter after the other
+            scratch_bytes = max(scratch_bytes, SCRATCH_BYTES_PER_ELEMENT * sizes.whole.loads.max_param_numel)
         conditions = MemoryConditions(
             on_gpu=on_gpu,
             prefetch=self._config.prefetch,
             keeps_inputs_on_host=strategy.checkpoint == "host",
             workspace_bytes=machine.workspace * (1 if self._config.defragment else 2),  # see [Note: one workspace]
-            scratch_bytes=self.loop.scratch_bytes_per_element * min(trained_numel, self._config.bucket_size),
+            scratch_bytes=scratch_bytes,
             has_persistent_grads=strategy.accumulate > 1 or strategy.offload is not None,
             is_accumulating=strategy.accumulate > 1,
             reduces_in_backward=self._config.backwards != 0,

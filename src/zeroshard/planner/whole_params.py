@@ -32,13 +32,15 @@ UNKNOWN_STATES = 2.0  # state values per element if an update cannot be measured
 # read and written per element on the owner: gradient and value packed, unpacked (32), momentum and update (30), value
 # (18), packed and unpacked on the way back (16)
 UPDATE_BYTES_PER_ELEMENT = 96
-# temporary memory of Muon's kernels per element of a matrix: the fp32 update, and four bf16 tensors of at most its size
+# temporary memory of Muon's kernels per element of a matrix: the fp32 update, and bf16 tensors of at most its size
 SCRATCH_BYTES_PER_ELEMENT = 12
 
 
 class WholeParamSpec(NamedTuple):
     """What the update of one parameter stores and computes."""
 
+    numel: int
+    """Its elements, over all tensor-parallel ranks."""
     states: float
     """Bytes of optimizer states per byte of the parameter, in the dtype of the update."""
     flops: float
@@ -54,7 +56,7 @@ def find_whole_params(
 
     >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8)) for _ in range(2))
     >>> find_whole_params(nn.Sequential(nn.Embedding(4, 8), blocks), "muon")["1.0.0.weight"]
-    WholeParamSpec(states=1.0, flops=720.0)
+    WholeParamSpec(numel=16, states=1.0, flops=720.0)
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, str):
@@ -77,11 +79,11 @@ def find_whole_params(
             key = number, parameter.shape
             if key not in measured:
                 update = measure_update(optimizer, group, parameter.shape, torch.float32)
-                nbytes = 4 * max(parameter.numel(), 1)
+                numel = parameter.numel()
                 measured[key] = (
-                    WholeParamSpec(UNKNOWN_STATES, 0.0)
+                    WholeParamSpec(numel, UNKNOWN_STATES, 0.0)
                     if update is None
-                    else WholeParamSpec(update.state_bytes / nbytes, float(update.flops))
+                    else WholeParamSpec(numel, update.state_bytes / (4 * max(numel, 1)), float(update.flops))
                 )
             if parameter.requires_grad:
                 found[names[id(parameter)]] = measured[key]
@@ -102,14 +104,14 @@ class OwnerLoads:
 
     @classmethod
     def assign(
-        cls, numels: Mapping[str, int], itemsizes: Mapping[str, int], whole: Mapping[str, WholeParamSpec], ranks: int
+        cls, whole: Mapping[str, WholeParamSpec], itemsizes: Mapping[str, int], ranks: int
     ) -> tuple[dict[str, int], OwnerLoads]:
         """Assign the owners, as the engine does. ``itemsizes`` are those of the dtypes of the updates."""
         elements, state_bytes, flops = [0] * ranks, [0] * ranks, [0.0] * ranks
-        sizes = [numels[name] for name in whole]
+        sizes = [spec.numel for spec in whole.values()]
         owners = dict(zip(whole, assign_owners(sizes, elements), strict=True))
         for name, owner in owners.items():
-            state_bytes[owner] += round(whole[name].states * numels[name] * itemsizes[name])
+            state_bytes[owner] += round(whole[name].states * whole[name].numel * itemsizes[name])
             flops[owner] += whole[name].flops
         least = least_max_load(sizes, ranks)
         return owners, cls(tuple(elements), tuple(state_bytes), tuple(flops), max(sizes), least)

@@ -45,6 +45,7 @@ def resolve_auto(
         "sequence": sequence,
         "loss": loss,
         "precision": precision,
+        "optimizer": options.training.optimizer,
         "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,
     }

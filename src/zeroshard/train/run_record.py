@@ -13,7 +13,7 @@ import torch
 
 import zeroshard
 from zeroshard.memory import Profile, Report
-from zeroshard.planner import predict_memory
+from zeroshard.planner import find_whole_params, predict_memory
 from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
@@ -121,7 +121,9 @@ def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: Lan
         tensor=rank_info.tp_size,
         backend=rank_info.backend,
         device=torch.cuda.get_device_name(rank_info.device) if rank_info.device.type == "cuda" else "cpu",
-        plain=predict_memory(module, ranks=rank_info.world_size, stage=0, precision=precision).states,
+        plain=predict_memory(
+            module, ranks=rank_info.world_size, stage=0, precision=precision, optimizer=options.training.optimizer
+        ).states,
         paper_traffic=paper_traffic(
             options.sharding.stage,
             rank_info.dp_size,
@@ -131,6 +133,7 @@ def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: Lan
             accumulate=batching.accumulate,
             tensor=rank_info.tp_size,
             block_input_numel=language_model.layers * language_model.width * tokens if has_partitioned_inputs else 0,
+            whole=sum(numels[name] for name in find_whole_params(module, options.training.optimizer)),
         ),
     )
 
@@ -177,16 +180,21 @@ def paper_traffic(
     accumulate: int,
     tensor: int = 1,
     block_input_numel: int = 0,
+    whole: int = 0,
 ) -> dict[str, Any]:
     """Return the paper's traffic per step (section 7): 2Ψ, or 3Ψ with partitioned parameters; more with accumulation.
 
     With ``tensor`` tensor-parallel ranks, ``trained`` and ``frozen`` count one rank's elements, and ``ranks`` are the
     data-parallel ranks. ``block_input_numel`` counts the elements of all block inputs that P_a gathers (section 8).
+    ``whole`` counts those of parameters that one rank updates, which is not in the paper: their gradients and fp32
+    values go to the owners, and new values come back.
 
     >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1)
     {'formula': '3Ψ', 'bytes': 60}
     >>> paper_traffic(stage=2, ranks=2, trained=6, frozen=0, itemsize=2, accumulate=1, tensor=2, block_input_numel=5)
     {'formula': '2Ψ/N_m + P_a', 'bytes': 34}
+    >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1, whole=8)
+    {'formula': '3Ψ + 3Ψ_whole/N', 'bytes': 100}
     """
     placement = Placement.from_stage(stage, ranks)
     psi_total = "Ψ/N_m" if tensor > 1 else "Ψ"
@@ -201,4 +209,7 @@ def paper_traffic(
         formula = f"{psi_trained}{times} + {psi_trained}"
     if block_input_numel:
         formula = f"{formula} + P_a" if elements else "P_a"
-    return {"formula": formula, "bytes": (elements + block_input_numel) * itemsize}
+    nbytes = (elements + block_input_numel) * itemsize
+    if whole and placement.optimizer:
+        formula, nbytes = f"{formula} + 3Ψ_whole/N", nbytes + whole * (itemsize + 2 * 4) // ranks
+    return {"formula": formula, "bytes": nbytes}

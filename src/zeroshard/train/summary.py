@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +14,7 @@ import torch
 
 import zeroshard
 from zeroshard.config.offload import TIERS
-from zeroshard.planner import PredictedMemory, predict_memory
+from zeroshard.planner import PredictedMemory, WholeParamSpec, find_whole_params, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainOptions
@@ -180,6 +181,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         f"{training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} per rank and backward, "
         f"{batching.accumulate} backward{plural} per step"
     )
+    whole = find_whole_params(language_model.module, training.optimizer)
     muon_note = f" ({training.muon_lr:g} for Muon)" if training.muon_lr is not None else ""
     schedule = (
         f"{training.lr:g}{muon_note} after {training.warmup} steps, then cosine decay; clipped at {training.clip:g}"
@@ -190,6 +192,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         ("ranks", f"{ranks} on {device}{describe_tensor_groups(options, ranks)}"),
         *([("plan", plan_reason)] if plan_reason else []),
         *describe_sharding(options, precision),
+        *([(training.optimizer, _describe_muon(parameters, whole))] if whole else []),
         ("steps", steps),
         ("rate", schedule),
         ("out", options.run.out or f"runs/{options.name}, with a number if it exists"),
@@ -202,6 +205,16 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
             f"memory per rank, without activations{inputs_note}",
             *_memory_table(options, language_model, ranks, precision, on_gpu=device == "cuda"),
         ]
+    )
+
+
+def _describe_muon(parameters: Sequence[torch.Tensor], whole: Mapping[str, WholeParamSpec]) -> str:
+    """Say how many parameters are Muon's, and how many AdamW's."""
+    trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
+    matrix_numel = sum(spec.numel for spec in whole.values())
+    return (
+        f"{len(whole)} matrices of blocks, {matrix_numel:,} elements, each updated as a whole by one rank; AdamW for "
+        f"{len(trained) - len(whole)} parameters, {sum(trained) - matrix_numel:,} elements"
     )
 
 
@@ -226,6 +239,7 @@ def _memory_table(
             language_model.module,
             ranks=ranks,
             tensor=sharding.tensor,
+            optimizer=options.training.optimizer,
             stage=stage,
             precision=precision,
             on_gpu=on_gpu,

@@ -16,8 +16,9 @@ receive, combine and forward data that a ring keeps separate. The faster of the 
 large messages, the tree for small ones. The factor of one half is an assumption; everything else follows from the
 machine.
 
-With both algorithms, an all-reduce is a reduce-scatter and an all-gather. The host time to launch a collective is not
-included.
+With both algorithms, an all-reduce is a reduce-scatter and an all-gather. In an all-to-all, every rank sends 1/n of its
+input directly to each other rank; what it sends to other nodes shares the node's link with all ranks there. The host
+time to launch a collective is not included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Final
 
 from zeroshard.planner.machines.machine import Machine
 
-PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 TREE_RATE_FRACTION = 0.5  # relative to a ring: [Note: predicting collective time]
 
 
@@ -65,8 +66,8 @@ class GroupTopology:
 def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Return the network time of one collective in seconds: [Note: predicting collective time].
 
-    ``nbytes`` is the size of an all-gather's output, a reduce-scatter's input, or an all-reduce's tensor, which is
-    moved twice.
+    ``nbytes`` is the size of an all-gather's output, a reduce-scatter's or all-to-all's input, or an all-reduce's
+    tensor, which is moved twice.
 
     >>> from zeroshard.planner.machines.machine import Link, Machine
     >>> inside, outside = Link(bandwidth=100e9, latency=0), Link(bandwidth=80e9, latency=0)
@@ -86,11 +87,22 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
     if ranks == 1:
         return 0.0
     group = GroupTopology.from_stride(machine.devices, ranks, stride)
+    if kind == "all-to-all":
+        return _all_to_all_seconds(machine, group, nbytes)
     transfer = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
     return PASSES[kind] * min(
         transfer + latency_seconds(machine, group.ring_hops),
         transfer / TREE_RATE_FRACTION + latency_seconds(machine, group.tree_hops),
     )
+
+
+def _all_to_all_seconds(machine: Machine, group: GroupTopology, nbytes: float) -> float:
+    local = group.max_ranks_per_node
+    seconds = nbytes * (group.ranks - 1) / group.ranks / machine.inside.bandwidth
+    if group.nodes > 1:
+        node_bytes = group.concurrent_groups * local * nbytes * (group.ranks - local) / group.ranks
+        seconds = max(seconds, node_bytes / machine.outside.bandwidth)
+    return seconds + latency_seconds(machine, group.tree_hops)
 
 
 def link_rate(machine: Machine, group: GroupTopology) -> float:
