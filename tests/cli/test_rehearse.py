@@ -22,8 +22,8 @@ from zeroshard.cli.main import main
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord, RehearsalCheck, run_checks
 from zeroshard.cli.rehearse_rank import RankRecorder, RehearsalSettings, checksum
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.options import StepOptions
+from zeroshard.train.training_setup import make_optimizer
 
 STEPS = 3
 SCRIPT = """

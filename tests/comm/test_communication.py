@@ -24,8 +24,8 @@ from zeroshard.comm.consistency import ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic
 from zeroshard.comm.mesh import MeshAxis
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.options import StepOptions
+from zeroshard.train.training_setup import make_optimizer
 
 CONFIG = GPTConfig(vocab_size=2000, context=64, layers=4, heads=4, width=96)  # 0.8 M parameters
 PSI = CONFIG.parameters

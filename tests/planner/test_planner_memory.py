@@ -13,10 +13,10 @@ import zeroshard
 from zeroshard.comm import Traffic
 from zeroshard.config.config import Config
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.optim import MuonWithAdamW
 from zeroshard.planner.state_sizes import predict_memory, state_sizes
 from zeroshard.planner.whole_params import find_whole_params
 from zeroshard.sharding import find_block_matrices
-from zeroshard.train.optimizers import MuonWithAdamW
 
 COUNTERS = 512  # bytes of step counts, one for each stretch of shards
 CONFIG = GPTConfig(vocab_size=500, context=8, layers=3, heads=2, width=32)

@@ -15,8 +15,8 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan_json import plans_to_dict
 from zeroshard.planner.whole_params import find_whole_params, least_max_load
-from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.options import StepOptions
+from zeroshard.train.training_setup import make_optimizer
 
 SMALL = GPTConfig(vocab_size=500, context=8, layers=3, heads=2, width=32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.optim import MuonWithAdamW
 from zeroshard.sharding import find_block_matrices
 from zeroshard.train.flags import read_options
-from zeroshard.train.optimizers import MuonWithAdamW, make_optimizer
 from zeroshard.train.options import StepOptions
 from zeroshard.train.trainer import learning_rate
+from zeroshard.train.training_setup import make_optimizer
 
 CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=32)
 OPTIONS = StepOptions(optimizer="muon", steps=6, warmup=2, lr=3e-3, muon_lr=2e-2, weight_decay=0.2)
@@ -103,6 +105,26 @@ def test_the_numbers_are_those_of_torchs_two_optimizers(ranks: int, stage: int, 
     for found in run_threads(ranks, train_sharded, stage, precision):
         different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
         assert different == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_clipping_and_offload_keep_the_bits(precision: str | None) -> None:
+    def train(rank: int, **options: Any) -> dict[str, torch.Tensor]:
+        plain = make_gpt()
+        inner = unfused(make_optimizer(plain, OPTIONS))
+        model, optimizer = zeroshard.shard(plain, inner, precision=precision, **options)
+        for tokens in batches(3):
+            optimizer.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
+
+    expected, _ = run_threads(2, train)
+    for offload in ({"optimizer": "host"}, {"optimizer": ("host", 0.5)}, {"optimizer": "host", "parameters": "host"}):
+        for found in run_threads(2, lambda rank, offload=offload: train(rank, offload=offload)):
+            assert all(torch.equal(value, found[name]) for name, value in expected.items()), offload
 
 
 def test_one_step_updates_every_parameter_by_its_own_rule() -> None:

@@ -52,6 +52,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.optimizer_copy import (
     SHARED_TYPES,
     ElementwiseUndecidedError,
@@ -106,6 +107,8 @@ def find_whole_param_groups(
         return [not elementwise] * len(groups)
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return [False] * len(groups)
+    if type(optimizer) is MuonWithAdamW:
+        return [group["rule"] == "muon" for group in groups]
     if type(optimizer) in [getattr(torch.optim, name, None) for name in WHOLE_PARAM_OPTIMIZERS]:
         return [True] * len(groups)
     kind = type(optimizer).__qualname__

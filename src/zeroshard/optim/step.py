@@ -43,6 +43,7 @@ from zeroshard.engine import Engine, FlatParam, GradScale, compute_norms
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
+from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.optimizer_copy import is_scheduler_step
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.optim.whole_params import WholeParam, WholeParams
@@ -63,8 +64,8 @@ ELEMENTWISE_OPTIMIZERS = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-# The same holds for these, which update each parameter as a whole.
-WHOLE_PARAM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
+# The same holds for these, which update each parameter, or those of some groups, as a whole.
+WHOLE_PARAM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon, MuonWithAdamW)
 
 
 class SliceUpdater(Protocol):
@@ -94,7 +95,7 @@ class OptimizerStep:
         self._flats = [flat for unit in engine.units for flat in unit.flats]
         self.slice_guard = self._torch.slice_guard
         # None: no limit, since one call updates all slices anyway
-        is_batchable = type(inner) in ELEMENTWISE_OPTIMIZERS
+        is_batchable = type(inner) in (*ELEMENTWISE_OPTIMIZERS, *WHOLE_PARAM_OPTIMIZERS)
         self.max_slice_numel = max_slice_numel(engine.context.config.bucket_size) if is_batchable else None
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:

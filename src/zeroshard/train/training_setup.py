@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from zeroshard.optim import MuonWithAdamW
 from zeroshard.presets import PRESETS
+from zeroshard.sharding import find_block_matrices
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
@@ -21,8 +23,7 @@ from zeroshard.train.data.token_file import TokenFile, is_token_file
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
-from zeroshard.train.optimizers import make_optimizer
-from zeroshard.train.options import Batching, TrainingError, TrainOptions
+from zeroshard.train.options import Batching, StepOptions, TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
 from zeroshard.train.run_record import RunRecord, describe_run
@@ -222,3 +223,43 @@ def _shard_model(
     if checkpoint is not None:
         zeroshard.load(checkpoint.path, model, optimizer)
     return model, optimizer
+
+
+def make_optimizer(module: nn.Module, options: StepOptions) -> torch.optim.Optimizer:
+    """Return the optimizer of a run: AdamW, or Muon for the matrices of blocks with AdamW for the others.
+
+    Only matrices have weight decay. Muon's updates are scaled to the size of AdamW's, so both can have the same
+    learning rate.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    matrices = _muon_matrices(module) if options.optimizer == "muon" else []
+    others = [parameter for name, parameter in trained.items() if name not in set(matrices)]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    non_empty_groups = [group for group in groups if group["params"]]
+    adamw = None
+    if non_empty_groups or not matrices:
+        adamw = torch.optim.AdamW(non_empty_groups, lr=options.lr, betas=options.betas, fused=True)
+    if not matrices:
+        assert adamw is not None
+        return adamw
+    muon = torch.optim.Muon(
+        [trained[name] for name in matrices],
+        lr=options.lr if options.muon_lr is None else options.muon_lr,
+        weight_decay=options.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonWithAdamW(muon, adamw)
+
+
+def _muon_matrices(module: nn.Module) -> list[str]:
+    """Return the names of the parameters for Muon; raise if there are none."""
+    matrices = find_block_matrices(module)
+    if not matrices:
+        raise ValueError(
+            f"--optimizer muon: {type(module).__name__} has no trained matrices in repeated blocks, which Muon would "
+            "update (AdamW updates embeddings, head, norms and biases): use --optimizer adamw, or more --layers"
+        )
+    return matrices
