@@ -43,7 +43,7 @@ from zeroshard.engine import Engine, FlatParam, GradScale, compute_norms
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
-from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.muon import MuonWithAdamW, step_in_batches
 from zeroshard.optim.optimizer_copy import is_scheduler_step
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.optim.whole_params import WholeParam, WholeParams
@@ -283,7 +283,7 @@ class TorchUpdater:
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
                 values = [parameter.data for parameter in parameters] if self._is_single_call else []
-                self._inner.step()
+                self._inner.step() if self._is_single_call else step_in_batches(self._inner)
                 for parameter, value in zip(parameters, values, strict=False):
                     if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
                         parameter.data = value.copy_(parameter.data)
