@@ -181,6 +181,7 @@ class TorchUpdater:
         self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
         self.whole = WholeParams(inner, engine)
+        self._is_muon = type(inner) is torch.optim.Muon
 
     def decide_single_call(self) -> bool:
         """Decide whether one call must update all slices in this step, offloaded ones included."""
@@ -283,7 +284,7 @@ class TorchUpdater:
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
                 values = [parameter.data for parameter in parameters] if self._is_single_call else []
-                self._inner.step() if self._is_single_call else step_in_batches(self._inner)
+                self._inner.step() if self._is_single_call or not self._is_muon else step_in_batches(self._inner)
                 for parameter, value in zip(parameters, values, strict=False):
                     if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
                         parameter.data = value.copy_(parameter.data)
