@@ -139,8 +139,8 @@ class Config:
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.elementwise not in (None, True, False):
-            raise ValueError(f"elementwise must be True, False, or None to test it, got {self.elementwise!r}")
+        if self.elementwise is not None and not isinstance(self.elementwise, bool):
+            raise ValueError(f"elementwise must be True or False, or None to test it, got {self.elementwise!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ValueError(f"init_fn must be a function of a module, got {self.init_fn!r}")
         for name in ("timeout", "heartbeat_timeout", "loss_scale"):

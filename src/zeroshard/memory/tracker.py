@@ -167,8 +167,9 @@ class Report:
     """Bytes by (kind of state, tier). "parameters": this rank's shards; "gathered": unsharded units in use;
     "gradients": accumulated or reduced gradients, until zero_grad(); "master weights", "optimizer states"; "buckets":
     the ring of gradient buckets; "autograd": gradients of one unit as backward produces them; "step": fp32 gradients
-    during a step; "staging": one unit while it is being sharded; "activations": what checkpoint_activations() stores;
-    "ahead of the step": shadow buffers of speculative updates; "away": see offload_states()."""
+    and whole parameters during a step; "staging": one unit while it is being sharded; "activations": what
+    checkpoint_activations() stores; "ahead of the step": shadow buffers of speculative updates; "away": see
+    offload_states()."""
     total: NowAndPeak = field(default_factory=NowAndPeak)
     """Total on the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
