@@ -504,6 +504,24 @@ def test_states_rest_in_a_tier_and_give_the_same_bits(
                 assert all(held.get(tier) for tier in ("device", "host", "disk")) or world > 1
 
 
+@pytest.mark.parametrize("clear", ["load", "clear"])
+def test_states_on_the_host_can_be_cleared(clear: str) -> None:
+    """The second half trains as a new optimizer does."""
+    parameters = {}
+    for is_new in (True, False):
+        model = copy.deepcopy(BASE)
+        model, optimizer = zeroshard.shard(model, lamb(model), offload="host", **WHOLE)
+        if not is_new:
+            before = copy.deepcopy(optimizer.state_dict())
+            train_steps(model, optimizer, DATA[:2])
+            with zeroshard.gathered(model, write_rank=0):
+                model.load_state_dict(BASE.state_dict())
+            optimizer.load_state_dict(before) if clear == "load" else optimizer.state.clear()
+        train_steps(model, optimizer, DATA[2:])
+        parameters[is_new] = full_parameters(model)
+    assert_equal(parameters[False], parameters[True])
+
+
 @pytest.mark.slow
 def test_whole_and_elementwise_groups_share_a_tier(tmp_path: Path) -> None:
     wanted = run_threads(2, tiered, 2, blend, None, {"stage": 3})

@@ -203,6 +203,7 @@ class OptimizerStates:
     def load_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Replace all states by this rank's shards of full states, by parameter name."""
         self._states.clear()
+        self._groups.whole.states.forget()
         self._groups.frozen_states.clear()
         if not states:
             return

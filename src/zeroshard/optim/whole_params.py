@@ -540,13 +540,14 @@ class WholeStates:
         """Copy states that rest in a tier to the device; return their bytes."""
         nbytes = 0
         for param in params:
-            resting = self._resting.pop(param, set())
-            leaves, spec = tree_flatten(dict(self._states[param.parameter]) if resting else {})
+            resting, state = self._resting.pop(param, None), self._states.get(param.parameter)
+            if not resting or not state:  # the user may have cleared them
+                continue
+            leaves, spec = tree_flatten(dict(state))
             for index in resting:
                 nbytes += leaves[index].nbytes
                 leaves[index] = leaves[index].to(self._device, copy=True, non_blocking=True)
-            if resting:
-                self._states[param.parameter].update(tree_unflatten(leaves, spec))
+            state.update(tree_unflatten(leaves, spec))
         return nbytes
 
     def store(self, params: list[WholeParam]) -> None:
