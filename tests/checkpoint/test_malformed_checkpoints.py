@@ -19,9 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_threads
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard
 from zeroshard import CheckpointError
+from zeroshard.checkpoint.json_codec import decode, encode
 from zeroshard.checkpoint.retention import SaveLock, list_checkpoints
 from zeroshard.cli.main import main
 
@@ -416,3 +418,18 @@ def test_saves_of_two_runs_into_one_directory_are_whole(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path)[-1].name in ("step-38", "step-39")
     for path in list_checkpoints(tmp_path):
         zeroshard.load(path, nn.Linear(20, 20))
+
+
+def test_tensor_subclasses_are_made_only_of_imported_tensor_classes() -> None:
+    good = encode(TwoTensor(torch.ones(2, 3), torch.zeros(2, 3)), tensors := {})
+    loaded = decode(good, tensors.__getitem__)
+    assert type(loaded) is TwoTensor and torch.equal(loaded.a, torch.ones(2, 3)) and not loaded.b.any()
+    for name in ("os:system", "builtins:dict", "torch:Tensor", "not_imported.module:Kind", "torch"):
+        content = {**good["$subclass"], "class": name}
+        with pytest.raises(
+            ValueError, match=r"expected a tensor subclass that is imported \(import .* before loading\)"
+        ):
+            decode({"$subclass": content}, tensors.__getitem__)
+    for bad in ({}, {"tensor": 1, "dims": [0]}, {"tensor": {"$tensor": "extra.a"}, "dims": [0, 0]}, []):
+        with pytest.raises(ValueError, match="expected a tensor and the order of its dimensions"):
+            decode({"$permuted": bad}, {"extra.a": torch.ones(2, 2)}.__getitem__)

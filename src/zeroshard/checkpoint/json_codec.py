@@ -34,6 +34,9 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") ->
     {'$items': [['step', 3], ['betas', {'$tuple': [0.9, 0.99]}], [7, {'$tensor': 'extra[7]'}]]}
     >>> list(tensors)
     ['extra[7]']
+    >>> encoded = encode(torch.ones(2, 3).T, tensors)
+    >>> decode(encoded, tensors.get).stride()
+    (1, 3)
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -77,6 +80,10 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
             return {"$scalar": number, "dtype": str(value.dtype).removeprefix("torch.")}
+    strides = value.stride()
+    dims = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    if not value.is_contiguous() and value.permute(dims).is_contiguous():  # keep the layout: it decides on rounding
+        return {"$permuted": {"tensor": _encode_tensor(value.permute(dims), tensors, path), "dims": dims}}
     while path in tensors:  # paths may collide: {"a.b": …} and {"a": {"b": …}}
         path += "'"
     tensors[path] = value.detach()
@@ -181,12 +188,37 @@ def _decode_subclass(content: dict[str, Any]) -> torch.Tensor:
     if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
         raise ValueError(f"import {module}.{name} before loading")
     size, stride = torch.Size(content["shape"]), tuple(content["stride"])
-    tensor: torch.Tensor = kind.__tensor_unflatten__(content["tensors"], content["context"], size, stride)
+    try:
+        tensor: torch.Tensor = kind.__tensor_unflatten__(content["tensors"], content["context"], size, stride)
+    except Exception as error:  # of any class, with any content
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     return tensor
 
 
+def _is_permuted(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and content.keys() == {"tensor", "dims"}
+        and isinstance(content["tensor"], torch.Tensor)
+        and _are_sizes(content["dims"])
+        and sorted(content["dims"]) == list(range(content["tensor"].dim()))
+    )
+
+
+def _decode_permuted(content: dict[str, Any]) -> torch.Tensor:
+    tensor: torch.Tensor = content["tensor"]
+    return tensor.permute([content["dims"].index(dim) for dim in range(tensor.dim())])
+
+
 def _is_subclass(content: Any) -> bool:
-    return isinstance(content, dict) and content.keys() == {"class", "tensors", "context", "shape", "stride"}
+    return (
+        isinstance(content, dict)
+        and content.keys() == {"class", "tensors", "context", "shape", "stride"}
+        and isinstance(content["class"], str)
+        and isinstance(content["tensors"], dict)
+        and _are_sizes(content["shape"])
+        and _are_sizes(content["stride"])
+    )
 
 
 def _is_instance(kind: type) -> Callable[[Any], bool]:
@@ -210,6 +242,7 @@ _DECODERS: dict[str, tuple[str, Callable[..., bool], Callable[..., Any]]] = {
         lambda tensor, name: isinstance(tensor, torch.Tensor) and isinstance(name, str),
         _decode_array,
     ),
+    "$permuted": ("a tensor and the order of its dimensions", _is_permuted, _decode_permuted),
     "$subclass": ("a tensor subclass that is imported", _is_subclass, _decode_subclass),
     "$float": ("'inf', '-inf' or 'nan'", lambda text: text in ("inf", "-inf", "nan"), float),
     "$bytes": ("base64", _is_instance(str), lambda text: base64.b64decode(text, validate=True)),
