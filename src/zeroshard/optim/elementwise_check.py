@@ -22,7 +22,7 @@ What the trials must detect, and how:
 - trust ratios, clipping by norm: gradients from 1e-8 to 1e6, tensors of different scales, zeros, in fp64, where
   elementwise results match to 1e-12 of the change of an element;
 - rules on dimensions or sizes: 0 to 4 dimensions, a second trial with large tensors in the model's own dtype, and a
-  matrix as large as the model's, up to 2048 x 2048;
+  matrix as large as the largest of the model, up to 1040 x 1040;
 - warmups and work on every n-th step: after some steps the step counters are set close to 10,000, then to 1,000,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
 - a rank that has no elements of a group: an empty group;
@@ -30,9 +30,9 @@ What the trials must detect, and how:
 - parameters without a gradient: some of the whole tensors have none in one step.
 
 An optimizer that cannot be tested is rejected: if it raises on the copies, needs a closure, draws random numbers,
-communicates, holds parameters outside its groups, reads their names, has hooks or a replaced ``step``, keeps states
-that are not those of a parameter, or stores what cannot be copied. The user's optimizer is only read, and no global
-random state changes. The copies run on the CPU (on the GPU only if that does not decide), without torch.compile.
+communicates, holds parameters outside its groups, has hooks or a replaced ``step``, keeps states that are not those of
+a parameter, or stores what cannot be copied. The user's optimizer is only read, and no global random state changes. The
+copies run on the CPU (on the GPU only if that does not decide), without torch.compile.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WHOLE_PARAM_OPTIMIZERS = ("Adafactor", "Muon")  # of torch: known to update each
 _eager_lock = threading.Lock()  # torch's stance is global, and ranks may be threads
 
 JUMPS_TO_STEP = (9_998, 999_998)  # new values of step counters: after warmups, and just before multiples of periods
-MAX_TRIED_DIM = 2048
+MAX_TRIED_DIM = 1040  # of a square matrix: takes half a second
 
 
 class ElementwiseMismatchError(Exception):
@@ -211,7 +211,7 @@ _LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (12
     splits=((0, 20_011), (20_011, 33_664)),
     tolerance=2e-3,
 )
-_LARGE_WHOLE_TRIAL = _TrialSpec(  # the same, with few elements in a row: some rules factorize rows x rows matrices
+_LARGE_WHOLE_TRIAL = _TrialSpec(  # the same without long dimensions: some rules factorize a square matrix for each
     shapes=((144, 128), (160,), (16, 4, 3, 3), (132, 160)),
     grad_scales=(1, 0.1, 10),
     grad_scales_after_jump=(1, -3),
