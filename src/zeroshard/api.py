@@ -160,7 +160,7 @@ def shard_model(
         return model, None
     sharded_optimizer = ShardedOptimizer(optimizer, engine, names, needs_whole)
     sharded.optimizer = weakref.ref(sharded_optimizer)
-    if not consistency.rank:
+    if not consistency.rank and _log.isEnabledFor(logging.INFO):
         _log.info("%s updates %s", type(optimizer).__name__, sharded_optimizer.routing())
     return model, sharded_optimizer
 

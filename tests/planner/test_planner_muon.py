@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
+from zeroshard.config.config import Config
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan_json import plans_to_dict
+from zeroshard.planner.state_sizes import state_sizes
 from zeroshard.planner.whole_params import find_whole_params, least_max_load
 from zeroshard.train.options import StepOptions
 from zeroshard.train.training_setup import make_optimizer
@@ -26,7 +29,7 @@ def test_the_flops_of_newton_schulz_are_those_of_the_formula(rows: int, columns:
     model = nn.ModuleList(nn.Sequential(nn.Linear(columns, rows, bias=False)) for _ in range(2))
     short, long = sorted((rows, columns))
     for spec in find_whole_params(model, "muon").values():
-        assert spec == (rows * columns, 1.0, 20 * short**2 * long + 10 * short**3)
+        assert spec == (rows * columns, 1.0, 20 * short**2 * long + 10 * short**3, 0)
 
 
 def test_the_fullest_of_64_owners_of_gpt_7_6b() -> None:
@@ -114,6 +117,40 @@ def test_stage_auto_plans_with_whole_parameters() -> None:
     for chosen, routing in run_threads(2, shard_auto):
         assert "the fastest of" in chosen
         assert "whole: 12 parameters, 36,864 elements" in routing
+
+
+class Normalized(torch.optim.Optimizer):
+    """A rule that needs whole parameters, in every group."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    total = self.state[parameter].setdefault("total", torch.zeros_like(parameter)).add_(parameter.grad)
+                    parameter.sub_(total / total.norm().clamp(min=1e-7), alpha=group["lr"])
+
+
+def test_owners_of_several_groups_are_those_of_the_engine() -> None:
+    def train(rank: int) -> zeroshard.Report:
+        model = copy.deepcopy(MODEL)
+        vectors, others = ([p for p in model.parameters() if (p.dim() < 2) is is_vector] for is_vector in (True, False))
+        optimizer = Normalized([{"params": vectors, "lr": 0.01}, {"params": others}])
+        model, optimizer = zeroshard.shard(model, optimizer, elementwise=False)
+        return zeroshard.report(model)
+
+    parameters = list(MODEL.parameters())
+    vectors, others = ([p for p in parameters if (p.dim() < 2) is is_vector] for is_vector in (True, False))
+    whole = find_whole_params(MODEL, Normalized([{"params": vectors}, {"params": others}]), [True, True])
+    sizes = state_sizes(MODEL, Config(), ranks=3, on_gpu=False, whole=whole).whole
+    assert sizes is not None
+    for report in run_threads(3, train):
+        assert report.routing is not None
+        assert tuple(report.routing.elements_by_owner()) == sizes.loads.elements
+        assert report.routing.state_bytes_by_owner() == list(sizes.loads.state_bytes)
 
 
 def test_a_parameter_of_every_shape_has_one_owner() -> None:

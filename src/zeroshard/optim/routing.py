@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from zeroshard.engine import Engine
 from zeroshard.memory import OwnedParam, Routing
@@ -67,7 +68,7 @@ def measure_update(
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    counter = FlopCounterMode(display=False)
+    counter = MatmulFlopsMode()
     try:
         copier = OptimizerCopier(optimizer, parameter.device)
         copier.clone.param_groups.append({**copier.copy_options(group, 0), "params": [parameter]})
@@ -77,7 +78,22 @@ def measure_update(
         return None
     leaves = tree_leaves(copier.clone.state[parameter])
     state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return MeasuredUpdate(state_bytes, counter.get_total_flops())
+    return MeasuredUpdate(state_bytes, counter.flops)
+
+
+class MatmulFlopsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of matmuls on this thread; torch's own counter hooks the modules of all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def check_empty_groups(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -424,7 +424,7 @@ class WholeOwners:
         self._itemsize = max(itemsizes.values())
         self._owners, self.loads = OwnerLoads.assign(self._whole, itemsizes, ranks)
         numels = [spec.numel for spec in self._whole.values()]
-        names, owners = list(self._whole), list(self._owners.values())
+        names, owners = list(self._whole), [self._owners[name] for name in self._whole]
         self._batches = [[names[i] for i in batch] for batch in split_batches(owners, numels, bucket_size // 2)]
 
     def state_bytes(self, rank: int, optimizer_states: int) -> dict[str, int]:

@@ -45,6 +45,8 @@ class WholeParamSpec(NamedTuple):
     """Bytes of optimizer states per byte of the parameter, in the dtype of the update."""
     flops: float
     """FLOPs of matmuls."""
+    group: int = 0
+    """Its group in the optimizer: owners are assigned group by group."""
 
 
 def find_whole_params(
@@ -56,7 +58,7 @@ def find_whole_params(
 
     >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8)) for _ in range(2))
     >>> find_whole_params(nn.Sequential(nn.Embedding(4, 8), blocks), "muon")["1.0.0.weight"]
-    WholeParamSpec(numel=16, states=1.0, flops=720.0)
+    WholeParamSpec(numel=16, states=1.0, flops=720.0, group=0)
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, str):
@@ -81,9 +83,9 @@ def find_whole_params(
                 update = measure_update(optimizer, group, parameter.shape, torch.float32)
                 numel = parameter.numel()
                 measured[key] = (
-                    WholeParamSpec(numel, UNKNOWN_STATES, 0.0)
+                    WholeParamSpec(numel, UNKNOWN_STATES, 0.0, number)
                     if update is None
-                    else WholeParamSpec(numel, update.state_bytes / (4 * max(numel, 1)), float(update.flops))
+                    else WholeParamSpec(numel, update.state_bytes / (4 * max(numel, 1)), float(update.flops), number)
                 )
             if parameter.requires_grad:
                 found[names[id(parameter)]] = measured[key]
@@ -108,11 +110,14 @@ class OwnerLoads:
     ) -> tuple[dict[str, int], OwnerLoads]:
         """Assign the owners, as the engine does. ``itemsizes`` are those of the dtypes of the updates."""
         elements, state_bytes, flops = [0] * ranks, [0] * ranks, [0.0] * ranks
-        sizes = [spec.numel for spec in whole.values()]
-        owners = dict(zip(whole, assign_owners(sizes, elements), strict=True))
+        owners: dict[str, int] = {}
+        for group in sorted({spec.group for spec in whole.values()}):
+            names = [name for name, spec in whole.items() if spec.group == group]
+            owners |= zip(names, assign_owners([whole[name].numel for name in names], elements), strict=True)
         for name, owner in owners.items():
             state_bytes[owner] += round(whole[name].states * whole[name].numel * itemsizes[name])
             flops[owner] += whole[name].flops
+        sizes = [spec.numel for spec in whole.values()]
         least = least_max_load(sizes, ranks)
         return owners, cls(tuple(elements), tuple(state_bytes), tuple(flops), max(sizes), least)
 
