@@ -18,6 +18,7 @@ COMMANDS = {  # name → where its function is, and what it measures
     "evidence": ("evidence:main", "what experts ask for: curves, a Llama, predictions, kills, endurance"),
     "host_adam": ("suites.optimizer:host_adam", "Adam on the host: nanoseconds a parameter"),
     "memory": ("suites.memory:main", "reserved and allocated memory, and training in memory that is nearly full"),
+    "muon": ("suites.optimizer:muon", "a step of Muon, compared with its matrix products and with FSDP2"),
     "offload": ("suites.offload:main", "states on the host and on disk: a step, and the largest model"),
     "paper": ("suites.paper:main", "Figures 6 and 7 of the paper"),
     "peers": ("suites.peers:main", "zeroshard, DDP, FSDP2, DeepSpeed and the floor, on many workloads"),

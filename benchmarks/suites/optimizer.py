@@ -4,6 +4,8 @@
     python -m benchmarks update --billions 0.5 --clip --repeats 20
     python -m benchmarks host_adam                          # 100 million parameters; 1 thread, half the cores, all
     python -m benchmarks host_adam --threads 4 8 --numel 400000000
+    python -m benchmarks muon                               # GPT 1.4B as 1 of 64, on a GPU
+    python -m benchmarks muon --tiny --device cpu
 
 Each run is a process of its own, and a figure is the median of its repeats.
 
@@ -15,6 +17,10 @@ CPU there is only torch's way.
 host_adam: all hold parameter and moments in fp32. "bf16" reads the gradient in bf16 and writes a copy of the parameter
 in bf16: torch's and DeepSpeed's updates do so by copies before and after. "beside" writes the new values to other
 memory, so that the update can still be dropped. Bytes are the least that must be moved.
+
+muon: a step of `MuonWithAdamW` on the fake backend, whose exchanges cost copies and no wire. The floor is the matrix
+products of Newton–Schulz alone, on the matrices that this rank, the first, owns. With FSDP2 every rank gathers the
+momentum of every matrix, orthogonalizes it, and updates its own shard: what people write around `full_tensor()`.
 """
 
 from __future__ import annotations
@@ -24,22 +30,29 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import zeroshard
-from benchmarks.harness.record import Result, gigabytes, ratio
-from benchmarks.harness.training import Memory
+from benchmarks.harness.record import Result, failure, gigabytes, ratio
+from benchmarks.harness.training import Memory, one_rank
 from benchmarks.harness.trials import Trials, make_parser
-from zeroshard.optim import step
+from benchmarks.harness.variants import Job, draw, fsdp2, precision
+from benchmarks.harness.workloads import WORKLOADS, Workload
+from zeroshard.optim import MuonWithAdamW, step
 from zeroshard.optim.cpu.kernels import load_kernels
 from zeroshard.optim.hyperparams import AdamHyperparams
+from zeroshard.optim.muon import orthogonalize
+from zeroshard.sharding import find_block_matrices
 
 NEEDED = 28  # bytes a parameter
 MAX_COPIED = 2**28  # elements of the copy
 UNITS = 24  # that the parameters are in
+NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Muon's defaults
 SLEEP_CYCLES = 20_000_000  # that the device waits, so that the host runs ahead as it does in training
 
 
@@ -108,6 +121,93 @@ def _time(work: Callable[[], object], device: str) -> tuple[float, float]:
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / 1e3, host
+
+
+def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> Result:
+    """Time the steps of Muon in one way, as one rank of many, in this process."""
+    work = Workload(**shape)
+    with one_rank(device, (work.ranks,)) as mesh, Memory(device) as memory:
+        job = Job(work, device, mesh)
+        if way == "FSDP2":
+            loop = fsdp2(job)
+            step, loss = _gathered_muon(loop.model), loop.model(*job.inputs())
+            floor = None
+        else:
+            model = job.model(on_meta=True)
+            given = {"precision": precision(device), "mesh": mesh, "init_fn": draw}
+            model, optimizer = zeroshard.shard(model, _muon_with_adamw(model), stage=3, **given)
+            step, loss = optimizer.step, model(*job.inputs())
+            owned = zeroshard.report(model).routing.whole
+            names = [name for name, param in owned.items() if param.owner == 0]
+            floor = _newton_schulz([model.get_parameter(name).shape for name in names], device)
+        loss.backward()
+        for _ in range(3):
+            step()
+        memory.restart()
+        times = [_time(step, device) for _ in range(repeats)]
+        products = [_time(floor, device)[0] for _ in range(repeats)] if floor is not None else []
+        peak = memory.peak()["allocated"]
+    seconds, host = (statistics.median(values) for values in zip(*times, strict=True))
+    found = {"ms": seconds * 1e3, "host_ms": host * 1e3, "allocated": peak}
+    return found | ({"products_ms": statistics.median(products) * 1e3} if products else {})
+
+
+def _muon_with_adamw(model: nn.Module) -> MuonWithAdamW:
+    matrices = set(find_block_matrices(model))
+    named = dict(model.named_parameters())
+    muon = torch.optim.Muon([p for name, p in named.items() if name in matrices], adjust_lr_fn="match_rms_adamw")
+    return MuonWithAdamW(muon, torch.optim.AdamW([p for name, p in named.items() if name not in matrices], fused=True))
+
+
+def _gathered_muon(model: nn.Module) -> Callable[[], None]:
+    """Return a step of Muon that gathers the momentum of each matrix, and of AdamW for the other parameters."""
+    matrices = set(find_block_matrices(model))
+    chosen = [p for name, p in model.named_parameters() if name in matrices]
+    adamw = torch.optim.AdamW([p for name, p in model.named_parameters() if name not in matrices], fused=True)
+    momenta: dict[nn.Parameter, Any] = {}
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in chosen:
+            gradient: Any = parameter.grad
+            momentum = momenta.setdefault(parameter, torch.zeros_like(gradient))
+            momentum.lerp_(gradient, 0.05)
+            full = gradient.lerp(momentum, 0.95).full_tensor()
+            (update,) = orthogonalize([full], NS_COEFFICIENTS, NS_STEPS, 1e-7)
+            local: Any = distribute_tensor(update, gradient.device_mesh, gradient.placements, src_data_rank=None)
+            parameter.mul_(1 - 1e-4).add_(local, alpha=-1e-3)
+        adamw.step()
+
+    return step
+
+
+def _newton_schulz(shapes: list[torch.Size], device: str) -> Callable[[], None]:
+    """Return a function that computes only the matrix products of Newton–Schulz iterations."""
+    matrices = [torch.randn(min(shape), max(shape), device=device, dtype=torch.bfloat16) for shape in shapes]
+
+    def multiply() -> None:
+        for matrix in matrices:
+            for _ in range(NS_STEPS):
+                gram = matrix @ matrix.T
+                gram @ gram @ matrix
+
+    return multiply
+
+
+def muon(argv: Sequence[str] | None = None) -> None:
+    """Run both ways and print a table."""
+    parser = make_parser(__doc__, repeats=15)
+    chosen = parser.parse_args(argv)
+    work = WORKLOADS["tiny"] if chosen.tiny else WORKLOADS["1.4B, batch 16"]
+    trials = Trials("muon", measure_muon, chosen, shape=asdict(replace(work, batch=1)), device=chosen.device)
+    runs = {way: trials.run(way=way, repeats=2 if chosen.tiny else chosen.repeats) for way in ("zeroshard 3", "FSDP2")}
+    rows = []
+    for way, run in runs.items():
+        products = runs["zeroshard 3"].get("products_ms") if way == "zeroshard 3" else None
+        figures = [run.get("ms"), run.get("host_ms"), products, ratio(run.get("ms"), products)]
+        rows.append([way, *figures, gigabytes(run.get("allocated")), failure(run)])
+    heads = ("step", "ms", "host ms", "its matrix products alone, ms", "ratio", "allocated at peak GB", "note")
+    trials.show("muon", heads, rows)
 
 
 def update(argv: Sequence[str] | None = None) -> None:

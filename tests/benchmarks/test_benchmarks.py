@@ -456,6 +456,7 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(
     ("main", "arguments"),
     [
         (optimizer.host_adam, ["--threads", "1", "--kinds", "copy of memory", "torch fused, bf16"]),
+        (optimizer.muon, []),
         (planner.main, ["--cases", "0.4B, fp32", "2.7B, stage 1 of 16"]),
         (offload.main, ["--only", "fractions", "--steps", "1", "--repeats", "1"]),
         pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
