@@ -235,6 +235,15 @@ class Draws(Own):
         return momentum + 0.01 * torch.randn_like(p)
 
 
+class DrawsFromItsOwn(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum + 0.01 * torch.rand(p.shape, generator=self.generator)
+
+
 class Raises(Own):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("only on Thursdays")
@@ -301,6 +310,7 @@ REFUSED: dict[type, str] = {
     HoldsIds: r"attribute 'large' holds the id\(\) of a parameter",
     Wraps: r"attribute 'base' holds a SGD.*pass that one to shard\(\)",
     Draws: "draws random numbers.*draws would not be those of the unsharded run",
+    DrawsFromItsOwn: "'generator' holds a generator: its step.* draws random numbers",
     StateOfItsOwn: "a state under 'all', which is not one of its parameters",
     Names: "reads the names of its parameters",
     MoreInStateDict: r"its state_dict\(\) also has 'count'",

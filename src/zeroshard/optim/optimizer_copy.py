@@ -110,6 +110,8 @@ class OptimizerCopier:
                 return types.MethodType(value.__func__, self.clone)
             if isinstance(value.__self__, type):
                 return value
+        if isinstance(value, (torch.Generator, random.Random)):
+            raise OptimizerRefusedError(f"{where} holds a generator: {RANDOM_ERROR}")
         if isinstance(value, (torch.optim.Optimizer, nn.Module)):
             raise OptimizerRefusedError(
                 f"{where} holds a {type(value).__name__}, whose parameters it would still use on shards. If it wraps "
