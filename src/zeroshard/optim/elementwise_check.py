@@ -62,14 +62,13 @@ from zeroshard.optim.optimizer_copy import (
     check_can_copy,
 )
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
-from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
+from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, WHOLE_PARAM_OPTIMIZERS
 
 # These need more than a gradient: a closure, or gradients in a sparse layout.
-UNSUPPORTED_OPTIMIZERS = {
-    "LBFGS": "it evaluates the loss itself, and searches along all parameters at once",
-    "SparseAdam": "it needs sparse gradients, and zeroshard's gradients are dense",
+UNSUPPORTED_OPTIMIZERS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the loss itself, and searches along all parameters at once",
+    torch.optim.SparseAdam: "it needs sparse gradients, and zeroshard's gradients are dense",
 }
-WHOLE_PARAM_OPTIMIZERS = ("Adafactor", "Muon")  # of torch: known to update each parameter from that parameter alone
 
 _eager_lock = threading.Lock()  # torch's stance is global, and ranks may be threads
 
@@ -99,9 +98,11 @@ def find_whole_param_groups(
     >>> find_whole_param_groups(torch.optim.Adafactor(parameters), None, None)
     [True]
     """
-    for name, why in UNSUPPORTED_OPTIMIZERS.items():
-        if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
-            raise ValueError(f"torch.optim.{name} cannot run on shards: {why}. Use another optimizer (AdamW, Muon, …)")
+    for known, reason in UNSUPPORTED_OPTIMIZERS.items():
+        if isinstance(optimizer, known):
+            raise ValueError(
+                f"torch.optim.{known.__name__} cannot run on shards: {reason}. Use another optimizer (AdamW, Muon, …)"
+            )
     groups = optimizer.param_groups if new_group is None else [{**optimizer.defaults, **new_group}]
     if elementwise is not None:
         return [not elementwise] * len(groups)
@@ -109,7 +110,7 @@ def find_whole_param_groups(
         return [False] * len(groups)
     if type(optimizer) is MuonWithAdamW:
         return [group["rule"] == "muon" for group in groups]
-    if type(optimizer) in [getattr(torch.optim, name, None) for name in WHOLE_PARAM_OPTIMIZERS]:
+    if type(optimizer) in WHOLE_PARAM_OPTIMIZERS:
         return [True] * len(groups)
     kind = type(optimizer).__qualname__
     try:
