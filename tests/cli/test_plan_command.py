@@ -260,6 +260,7 @@ def test_muon_is_planned_and_its_owners_are_shown(capsys: pytest.CaptureFixture[
     assert "--offload host cannot be planned with --optimizer muon" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out
