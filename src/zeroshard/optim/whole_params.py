@@ -38,7 +38,6 @@ weights and gradients are read from and written to their own tiers.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,10 +134,7 @@ class WholeParam:
     @cached_property
     def tier(self) -> str:
         """Where its states rest between steps: the tier of most of the flat's optimizer states."""
-        numels: Counter[str] = Counter()
-        for span, tier in self.flat.spec.tier_placement.optimizer:
-            numels[tier] += span.numel
-        return max(numels, key=lambda tier: numels[tier], default="device")
+        return self.flat.spec.tier_placement.main_optimizer_tier
 
     @cached_property
     def ranges_by_rank(self) -> list[list[Range]]:

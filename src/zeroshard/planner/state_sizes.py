@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -429,20 +430,17 @@ class WholeOwners:
 
     def state_bytes(self, rank: int, optimizer_states: int) -> dict[str, int]:
         """Return the bytes of a rank's optimizer states, by tier."""
-        found: dict[str, int] = {}
-
-        def count(tier: str, nbytes: int) -> None:
-            found[tier] = found.get(tier, 0) + nbytes
-
+        found: Counter[str] = Counter()
         for flat in self._flats:
             for span, tier in flat.tier_placement.optimizer:
                 numel = self._slice_numel(flat, span, rank)
-                count(tier, optimizer_states * numel * flat.master_dtype.itemsize)
+                found[tier] += optimizer_states * numel * flat.master_dtype.itemsize
         for name, spec in self._whole.items():
             if self._owners[name] == rank:
                 flat = self._flat_by_name[name]
-                count(_largest_tier(flat), round(spec.states * spec.numel * flat.master_dtype.itemsize))
-        return found
+                nbytes = round(spec.states * spec.numel * flat.master_dtype.itemsize)
+                found[flat.tier_placement.main_optimizer_tier] += nbytes
+        return dict(found)
 
     def fullest_state_bytes(self, optimizer_states: int) -> dict[str, int]:
         """Return the optimizer states of the rank that has the most bytes, by tier."""
@@ -509,14 +507,6 @@ class WholeOwners:
         """Return the elements of a parameter on this tensor-parallel rank."""
         flat = self._flat_by_name[name]
         return flat.layout.numels[flat.names.index(name)]
-
-
-def _largest_tier(flat: FlatSpec) -> str:
-    """Return the tier of most of a flat's optimizer states: that of its whole parameters."""
-    numels: dict[str, int] = {}
-    for span, tier in flat.tier_placement.optimizer:
-        numels[tier] = numels.get(tier, 0) + span.numel
-    return max(numels, key=lambda tier: numels[tier], default="device")
 
 
 def count_states(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,14 @@ class TierPlacement:
     @property
     def has_offloaded_optimizer(self) -> bool:
         return any(tier != "device" for _, tier in self.optimizer)
+
+    @property
+    def main_optimizer_tier(self) -> str:
+        """The tier of most of the optimizer states, and of all states of whole parameters."""
+        numels: Counter[str] = Counter()
+        for span, tier in self.optimizer:
+            numels[tier] += span.numel
+        return max(numels, key=lambda tier: numels[tier], default="device")
 
 
 TierBudget = dict[str, float]  # bytes left under each tier's limit; inf: no limit
