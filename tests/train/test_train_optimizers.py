@@ -175,7 +175,7 @@ def test_which_matrices_are_muons() -> None:
 
 def test_a_model_without_matrices_in_blocks_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    with pytest.raises(ValueError, match=r"Sequential has no trained matrices in repeated blocks.*--optimizer adamw"):
+    with pytest.raises(ValueError, match=r"Sequential has no trained matrices in repeated blocks.*: use AdamW"):
         make_optimizer(model, OPTIONS)
 
 

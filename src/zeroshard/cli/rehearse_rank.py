@@ -58,7 +58,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine import Engine, FlatParam
-from zeroshard.memory import OwnedParam
 from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
 from zeroshard.planner import WholeOwners, WholeParamSpec, count_states
 from zeroshard.train import report_failure
@@ -502,7 +501,7 @@ def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str
     if routing.whole:
         group_of = {name: number for number, names in enumerate(optimizer.group_param_names) for name in names}
         whole = {
-            name: WholeParamSpec(param.elements, _states_per_element(param), 0.0, group_of[name])
+            name: WholeParamSpec.from_measured(param.elements, param.state_bytes, 0.0, group_of[name])
             for name, param in routing.whole.items()
         }
         owners = WholeOwners(specs, whole, engine.comm.shard_axis.size, config.bucket_size)
@@ -530,11 +529,6 @@ def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str
     step_bytes = max(step_bytes, 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size))
     bound = sum(on_device.values()) + max(2 * unit_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
     return predicted, int(bound)
-
-
-def _states_per_element(param: OwnedParam) -> float:
-    """Return the state values of a whole parameter per element; as many as Adam's if they are not known."""
-    return 2.0 if param.state_bytes is None else param.state_bytes / (4 * max(param.elements, 1))
 
 
 # ------------------------------------------------------------------------------------------------ checksums

@@ -48,6 +48,12 @@ class WholeParamSpec(NamedTuple):
     group: int = 0
     """Its group in the optimizer: owners are assigned group by group."""
 
+    @classmethod
+    def from_measured(cls, numel: int, state_bytes: int | None, flops: float, group: int) -> WholeParamSpec:
+        """``state_bytes`` are those of an fp32 parameter; None if they are not known."""
+        states = UNKNOWN_STATES if state_bytes is None else state_bytes / (4 * max(numel, 1))
+        return cls(numel, states, flops, group)
+
 
 def find_whole_params(
     model: nn.Module, optimizer: str | torch.optim.Optimizer, needs_whole: Sequence[bool] = ()
@@ -68,11 +74,6 @@ def find_whole_params(
             return {}
         parameters = dict(model.named_parameters())
         matrices = find_block_matrices(model)
-        if not matrices:
-            raise ValueError(
-                f"{type(model).__name__} has no trained matrices in repeated blocks, which Muon would update: use "
-                "another optimizer"
-            )
         optimizer, needs_whole = torch.optim.Muon([parameters[name] for name in matrices]), [True]
     found: dict[str, WholeParamSpec] = {}
     measured: dict[tuple[int, torch.Size], WholeParamSpec] = {}
@@ -81,12 +82,8 @@ def find_whole_params(
             key = number, parameter.shape
             if key not in measured:
                 update = measure_update(optimizer, group, parameter.shape, torch.float32)
-                numel = parameter.numel()
-                measured[key] = (
-                    WholeParamSpec(numel, UNKNOWN_STATES, 0.0, number)
-                    if update is None
-                    else WholeParamSpec(numel, update.state_bytes / (4 * max(numel, 1)), float(update.flops), number)
-                )
+                state_bytes, flops = (None, 0) if update is None else update
+                measured[key] = WholeParamSpec.from_measured(parameter.numel(), state_bytes, float(flops), number)
             if parameter.requires_grad:
                 found[names[id(parameter)]] = measured[key]
     return found

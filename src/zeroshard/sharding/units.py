@@ -109,7 +109,7 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_block_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the trainable matrices of the repeated blocks: what Muon is made for.
+    """Return the names of the trainable matrices of the repeated blocks, which Muon is made for; raise if none.
 
     Embeddings are not among them, and neither are matrices that are tied to a parameter outside of the blocks.
 
@@ -124,11 +124,17 @@ def find_block_matrices(model: nn.Module) -> list[str]:
         if id(module) not in in_blocks or isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    return [
+    found = [
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in excluded
     ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no trained matrices in repeated blocks, which Muon would update (AdamW "
+            "updates embeddings, head, norms and biases): use AdamW, or a model with at least two blocks"
+        )
+    return found
 
 
 def _find_repeated_in(child: nn.Module) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,34 +233,20 @@ def make_optimizer(module: nn.Module, options: StepOptions) -> torch.optim.Optim
     learning rate.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    matrices = _muon_matrices(module) if options.optimizer == "muon" else []
+    matrices = find_block_matrices(module) if options.optimizer == "muon" else []
     others = [parameter for name, parameter in trained.items() if name not in set(matrices)]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     non_empty_groups = [group for group in groups if group["params"]]
-    adamw = None
-    if non_empty_groups or not matrices:
-        adamw = torch.optim.AdamW(non_empty_groups, lr=options.lr, betas=options.betas, fused=True)
+    make_adamw = partial(torch.optim.AdamW, non_empty_groups, lr=options.lr, betas=options.betas, fused=True)
     if not matrices:
-        assert adamw is not None
-        return adamw
+        return make_adamw()
     muon = torch.optim.Muon(
         [trained[name] for name in matrices],
         lr=options.lr if options.muon_lr is None else options.muon_lr,
         weight_decay=options.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    return MuonWithAdamW(muon, adamw)
-
-
-def _muon_matrices(module: nn.Module) -> list[str]:
-    """Return the names of the parameters for Muon; raise if there are none."""
-    matrices = find_block_matrices(module)
-    if not matrices:
-        raise ValueError(
-            f"--optimizer muon: {type(module).__name__} has no trained matrices in repeated blocks, which Muon would "
-            "update (AdamW updates embeddings, head, norms and biases): use --optimizer adamw, or more --layers"
-        )
-    return matrices
+    return MuonWithAdamW(muon, make_adamw() if non_empty_groups else None)
