@@ -377,7 +377,7 @@ class _StepSimulator:
             self._all_gather_params()
 
     def _whole_seconds(self, whole: WholeSizes) -> float:
-        """Return the seconds of the fullest owner: exchange, update, exchange. None of them overlap."""
+        """Return the seconds of the fullest owner: exchange, update, exchange, as if none of them overlapped."""
         machine = self._machine
         seconds = self._collective_seconds("all-to-all", whole.to_owner_bytes)
         seconds += self._collective_seconds("all-to-all", whole.from_owner_bytes)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from zeroshard.config.config import Config
+from zeroshard.optim import MAX_STACKED_NUMEL
 from zeroshard.planner.depth_extrapolation import (
     NonUniformBlocksError,
     extrapolate_state_sizes,
@@ -289,8 +290,11 @@ class TracedModel:
         sizes = self.state_sizes(strategy, ranks, on_gpu)
         trained_numel = sum(unit.trained_numel for unit in sizes.units)
         scratch_bytes = self.loop.scratch_bytes_per_element * min(trained_numel, self._config.bucket_size)
-        if sizes.whole is not None:  # one parameter after the other
-            scratch_bytes = max(scratch_bytes, SCRATCH_BYTES_PER_ELEMENT * sizes.whole.loads.max_param_numel)
+        if sizes.whole is not None:  # one parameter after the other, or a stack of them: [Note: Muon in batches]
+            loads = sizes.whole.loads
+            stacked_numel = min(loads.fullest_elements, MAX_STACKED_NUMEL) if on_gpu else 0
+            scratch_numel = max(loads.max_param_numel, stacked_numel)
+            scratch_bytes = max(scratch_bytes, SCRATCH_BYTES_PER_ELEMENT * scratch_numel)
         conditions = MemoryConditions(
             on_gpu=on_gpu,
             prefetch=self._config.prefetch,

@@ -4,8 +4,10 @@
 The engine's own rule assigns the owners ([Note: whole parameters]): ``assign_owners``, by elements. The fullest owner
 decides memory and time, since the others wait for it. Per step, with N ranks and Ψ elements in whole parameters:
 
-    memory     states of the owned parameters; in the step also their values and gradients, and two buffers
-    traffic    Ψ/N gradients and Ψ/N values to the owners, and the owned values back: 3Ψ/N elements, 2 collectives
+    memory     states of the owned parameters; in the step also their values and gradients, and the buffers of an
+               exchange. This bounds the memory of optimizers that are stepped in batches, too
+    traffic    Ψ/N gradients and Ψ/N values to the owners, and the owned values back: 3Ψ/N elements, in two
+               collectives for each ``bucket_size``/2 elements of the fullest owner
     compute    the matmuls of the update, on the owner
 
 What an update computes and stores is measured, not assumed: one step of the optimizer on the meta device. For Muon, a
@@ -32,7 +34,8 @@ UNKNOWN_STATES = 2.0  # state values per element if an update cannot be measured
 # read and written per element on the owner: gradient and value packed, unpacked (32), momentum and update (30), value
 # (18), packed and unpacked on the way back (16)
 UPDATE_BYTES_PER_ELEMENT = 96
-# temporary memory of Muon's kernels per element of a matrix: the fp32 update, and bf16 tensors of at most its size
+# temporary memory of Muon's kernels per element of a matrix or stack: the fp32 update, and four bf16 tensors of at most
+# its size
 SCRATCH_BYTES_PER_ELEMENT = 12
 
 
