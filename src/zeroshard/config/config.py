@@ -62,8 +62,8 @@ class Config:
     bucket_size: int = 2**27
     """Elements per collective and per fused buffer, independent of the size of the model (the paper's C_B). A parameter
     of at least a third of this has its own collectives, and its gradient is reduced without a copy. A step also updates
-    this many elements at a time: torch's elementwise optimizers are stepped several times if a rank's shard is larger.
-    An optimizer of another class, or one with hooks on ``step`` or its own ``step``, is called once, with all gradients
+    this many elements at a time: torch's own optimizers are stepped several times if a rank's shard is larger. An
+    optimizer of another class, or one with hooks on ``step`` or its own ``step``, is called once, with all gradients
     of its shard: if these need an fp32 copy, that takes 4Ψ/N bytes."""
 
     ring: int = 2

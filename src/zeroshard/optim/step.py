@@ -21,9 +21,10 @@ gradients again. If no copy is needed, batching still bounds the scratch memory 
 that fits in one batch is updated by one call.
 
 Every element is updated once, from its own gradient and with the step count of its slice, so the result is bitwise
-equal to one call. Whole parameters are stepped in batches for the same reason. This holds for torch's own optimizers.
-Any other optimizer may count its calls, and a step hook or a replaced step() must see all gradients in one call: in
-these cases one batch holds all slices.
+equal to one call. Whole parameters are stepped in batches for the same reason; only Muon's products on a GPU may be
+rounded differently in other batches ([Note: Muon in batches]). This holds for torch's own optimizers. Any other
+optimizer may count its calls, and a step hook or a replaced step() must see all gradients in one call: in these cases
+one batch holds all slices.
 """
 
 from __future__ import annotations

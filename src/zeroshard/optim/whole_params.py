@@ -11,8 +11,8 @@ shard axis, the *owner*, has all of them, in the shapes that the optimizer gave 
     every rank    its shards of the new value        <--all-to-all--   whole tensors on the owner
 
 For Ψ elements on N ranks, a rank sends and receives about 3Ψ/N elements, next to nothing compared with an all-gather.
-Gradients are sent in the dtype in which they were reduced. Owners are assigned over the whole model, the largest
-parameter first, each to the rank with the least so far. Replicas (the outer axis of a 2-D mesh) each have an owner, as
+Gradients are sent in the dtype in which they were reduced. Owners are assigned group by group, the largest parameter
+first, each to the rank with the fewest elements so far. Replicas (the outer axis of a 2-D mesh) each have an owner, as
 they each have a copy of every other state. If the shard axis has one rank (stage 0, or one rank in all), it owns
 everything, nothing is sent, and the optimizer steps views of the stored values.
 
@@ -20,8 +20,9 @@ A parameter that is divided over a tensor axis is put together: its owners, one 
 shards in one all-gather more, compute the same update, and keep their shard of the new value. So their states are
 replicated over the tensor axis.
 
-The exchange moves values as they are, so all stages compute with the same bits, and the owner's optimizer sees what the
-plain run's would see: parameters of the true shape, with a gradient or None.
+The exchange moves values as they are, so the owner's optimizer sees what the plain run's would see: parameters of the
+true shape, with a gradient or None. All stages compute with the same bits, except where an update depends on which
+parameters are stepped together: stage 0 steps more of Muon's matrices at once ([Note: Muon in batches]).
 
 Memory: an exchange has at most ``bucket_size`` elements from or to a rank, or one parameter of each owner if that is
 larger. So there are two collectives a step if 2Ψ/N is at most ``bucket_size``, and no buffer grows with Ψ. For torch's
