@@ -139,23 +139,23 @@ def _classify(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dt
     """Return for each group whether it needs whole parameters."""
     distinct = _distinct_groups(groups)
     try:
-        _run_trials(optimizer, list(distinct.values()), dtype)
+        _run_trials(optimizer, list(distinct.values()), [False] * len(distinct), dtype)
         return [False] * len(groups)
     except (ElementwiseMismatchError, ElementwiseUndecidedError) as first:
         needs_whole = {key: _needs_whole(optimizer, group, dtype) for key, group in distinct.items()}
         if True not in needs_whole.values():  # each group alone is elementwise, and together they are not
             raise first
     if len(distinct) > 1:  # they may read each other
-        _run_whole_trials(optimizer, list(distinct.values()), list(needs_whole.values()), dtype)
+        _run_trials(optimizer, list(distinct.values()), list(needs_whole.values()), dtype)
     return [needs_whole.get(_group_key(group), False) for group in groups]
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype | None) -> bool:
     """Return whether one group needs whole parameters."""
     try:
-        _run_trials(optimizer, [group], dtype)
+        _run_trials(optimizer, [group], [False], dtype)
     except (ElementwiseMismatchError, ElementwiseUndecidedError):
-        _run_whole_trials(optimizer, [group], [True], dtype)
+        _run_trials(optimizer, [group], [True], dtype)
         return True
     return False
 
@@ -221,45 +221,31 @@ _LARGE_WHOLE_TRIAL = _TrialSpec(  # the same without long dimensions: some rules
 )
 
 
-def _huge_trial(parameters: Iterable[torch.Tensor]) -> _TrialSpec | None:
-    """Return a trial of a matrix like the largest, up to a limit; None if it is not larger than in other trials."""
+def _huge_trials(parameters: Iterable[torch.Tensor]) -> list[_TrialSpec]:
+    """Return a trial of a matrix like the largest, up to a limit; none if it is not larger than in other trials."""
     dims = [min(p.shape) for p in parameters if p.dim() > 1]
     dim = min(max(dims, default=0), MAX_TRIED_DIM)
     if dim <= max(min(shape) for shape in _LARGE_TRIAL.shapes if len(shape) > 1):
-        return None
+        return []
     numel, split = dim * (dim + 16), dim * dim - 5
-    return _TrialSpec(((dim + 16, dim),), (1,), (), ((0, split), (split, numel)), _LARGE_TRIAL.tolerance)
+    return [_TrialSpec(((dim + 16, dim),), (1,), (), ((0, split), (split, numel)), _LARGE_TRIAL.tolerance)]
 
 
-def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
-    """Raise ``ElementwiseMismatchError`` or ``ElementwiseUndecidedError`` unless slices give the same numbers."""
+def _run_trials(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], is_whole: list[bool], dtype: torch.dtype | None
+) -> None:
+    """Raise unless slices of some groups, and a part of the whole parameters of the others, give the same numbers."""
     if not groups:
         return
     parameters = [p for group in groups for p in group["params"]]
-    cuda_devices = [p.device for p in groups[0]["params"] if p.device.type == "cuda"]
-    devices = list(dict.fromkeys([torch.device("cpu"), *cuda_devices]))
-    trial = partial(_Trial, optimizer, groups)
+    devices = list(dict.fromkeys([torch.device("cpu"), *(p.device for p in parameters if p.device.type == "cuda")]))
+    trial = partial(_Trial, optimizer, groups, is_whole)
     wide_dtypes = (torch.float64, torch.float32)
     _run_first_decisive([trial(_SMALL_TRIAL, wide, device) for device in devices for wide in wide_dtypes])
+    specs = [_LARGE_WHOLE_TRIAL] if any(is_whole) else [_LARGE_TRIAL, *_huge_trials(parameters)]
     for model_dtype in {dtype} if dtype is not None else {p.dtype for p in parameters}:
-        _run_first_decisive([trial(_LARGE_TRIAL, model_dtype, device) for device in devices])
-        huge = _huge_trial(parameters)
-        if huge is not None:
-            _run_first_decisive([trial(huge, model_dtype, device) for device in devices])
-
-
-def _run_whole_trials(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], is_whole: list[bool], dtype: torch.dtype | None
-) -> None:
-    """Raise unless groups give the same numbers if a rank has some of the whole parameters, or slices of the others."""
-    parameters = [p for group in groups for p in group["params"]]
-    devices = list(dict.fromkeys([torch.device("cpu"), *(p.device for p in parameters if p.device.type == "cuda")]))
-    for spec, dtypes in (
-        (_SMALL_TRIAL, (torch.float64, torch.float32)),
-        (_LARGE_WHOLE_TRIAL, (dtype or parameters[0].dtype,)),
-    ):
-        trials = [_Trial(optimizer, groups, spec, wide, device, is_whole) for device in devices for wide in dtypes]
-        _run_first_decisive(trials)
+        for spec in specs:
+            _run_first_decisive([trial(spec, model_dtype, device) for device in devices])
 
 
 def _run_first_decisive(trials: Iterable[_Trial]) -> None:
@@ -279,14 +265,14 @@ class _Trial:
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
+    is_whole: list[bool]  # for each group, whether ranks have some of the full tensors, not slices of all
     spec: _TrialSpec
     dtype: torch.dtype
     device: torch.device
-    whole_groups: list[bool] | None = None  # the groups whose full tensors are owned by ranks; None: none
 
-    def __post_init__(self) -> None:
-        self.is_whole = self.whole_groups or [False] * len(self.groups)
-        self.has_whole = any(self.is_whole)
+    @property
+    def has_whole(self) -> bool:
+        return any(self.is_whole)
 
     def run(self) -> None:
         full = self._run_full()
@@ -601,13 +587,14 @@ class _Run:
             if id(key) not in own_ids:
                 raise OptimizerRefusedError(
                     f"it keeps a state under {_short_repr(key)}, which is not one of its parameters: a checkpoint "
-                    "would not contain it, and ranks may have different ones"
+                    "would not contain it, and ranks may have different ones. Keep it in the states of a parameter"
                 )
         if type(self.inner).state_dict is not torch.optim.Optimizer.state_dict:
             more = sorted(map(str, self.inner.state_dict().keys() - {"state", "param_groups"}))
             if more:
                 raise OptimizerRefusedError(
-                    f"its state_dict() also has {', '.join(map(repr, more))}, which a checkpoint would not contain"
+                    f"its state_dict() also has {', '.join(map(repr, more))}, which a checkpoint would not contain. "
+                    "Keep it in the groups or in the states of parameters"
                 )
 
     def _record_values(self) -> None:

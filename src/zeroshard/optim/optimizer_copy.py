@@ -85,7 +85,9 @@ class OptimizerCopier:
             return value
         if isinstance(value, torch.Tensor):
             if id(value) in self._param_ids or isinstance(value, nn.Parameter):
-                raise OptimizerRefusedError(f"{where} holds parameters, and on shards it would still use these")
+                raise OptimizerRefusedError(
+                    f"{where} holds parameters, and on shards it would still use these. Read them from param_groups"
+                )
             if value.numel() > MAX_COPIED_ELEMENTS:
                 raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
             return value.detach().to(self._device, copy=True)
