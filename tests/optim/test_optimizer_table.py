@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytorch_optimizer as po
 import torch
-from plain import full_parameters
+from plain import Lamb, full_parameters
 from ranks import run_threads, seeded
 from torch import nn
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
@@ -98,25 +98,6 @@ class ScriptMuon(torch.optim.Optimizer):
                     gram = update @ update.T
                     update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
-
-
-class ScriptLamb(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(first=torch.zeros_like(p), second=torch.zeros_like(p))
-                state["first"].lerp_(p.grad, 0.1)
-                state["second"].lerp_(p.grad.square(), 0.01)
-                update = state["first"] / (state["second"].sqrt() + 1e-6)
-                p.add_(update, alpha=-float(group["lr"] * p.norm() / update.norm().clamp(min=1e-6)))
 
 
 class ClipsGlobally(torch.optim.SGD):
@@ -223,7 +204,7 @@ TABLE: dict[str, Row] = {
     "torch.optim.SparseAdam": Row(of_params(torch.optim.SparseAdam), SPARSE),
     "transformers.Adafactor": Row(of_params(HuggingFaceAdafactor), "whole"),
     "a script's Muon": Row(of_params(ScriptMuon), "whole"),
-    "a script's LAMB": Row(of_params(ScriptLamb), "whole"),
+    "a script's LAMB": Row(of_params(Lamb), "whole"),
     "a script's global clipping": Row(of_params(ClipsGlobally, lr=0.1), TOGETHER),
     "a script's SAM": Row(of_params(SharpnessAware, lr=0.1), CLOSURE),
     "a script's late noise": Row(of_params(NoiseAfterSteps), RANDOM),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain import (
+    Lamb,
     Skips,
     assert_close,
     assert_equal,
@@ -28,28 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
-
-
-class Lamb(torch.optim.Optimizer):
-    """Adam's direction at the norm of the parameter; its states are tensors, numbers and a list."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p), norms=[])
-                state["step"] += 1
-                state["norms"] = [*state["norms"][-1:], p.norm() * torch.ones(2)]
-                m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.02)
-                update = m / (v.sqrt() + 1e-2) + 0.01 * p
-                p.sub_(update * (group["lr"] * (p.norm() + 0.1) / (update.norm() + 0.1)))
 
 
 class Blend(torch.optim.Optimizer):
@@ -92,24 +71,22 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([p for p in model.parameters() if p.numel()], lr=0.03)
 
 
-def matrices_muon(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2 and p.numel()], lr=0.05)
-
-
 BASE = make_net(blocks=2)
 DATA = batches(4)
 WHOLE: dict[str, Any] = {"elementwise": False}  # not tried, which takes most of the time of these small runs
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "world"), [(lamb, 1), (lamb, 2), (lamb, 3), (lamb, 4), (adafactor, 1), (adafactor, 3)]
+)
 def test_all_stages_train_like_the_plain_run(make: Any, world: int) -> None:
     assert_same_training(world, BASE, make, DATA, **WHOLE)
 
 
 @pytest.mark.slow
 def test_whole_and_elementwise_groups_live_in_one_optimizer() -> None:
-    assert_same_training(2, BASE, blend, DATA)
+    # few stages: in each, every rank tries the optimizer
+    assert_same_training(2, BASE, blend, DATA, stages=(0, 3), identical=False)
 
 
 def clip(model: nn.Module, optimizer: Any, norm: float) -> None:
@@ -431,10 +408,8 @@ def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
         plain = copy.deepcopy(model)
-        wanted = torch.optim.Muon(plain.parameters(), lr=0.05, weight_decay=0.1)
-        model, optimizer = zeroshard.shard(model, torch.optim.Muon(model.parameters(), lr=0.05), stage=stage)
-        for group in wanted.param_groups:
-            group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
+        wanted, ours = (torch.optim.Muon(each.parameters(), lr=0.05) for each in (plain, model))
+        model, optimizer = zeroshard.shard(model, ours, stage=stage)
         for step in range(4):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank))
             model(x).square().mean().backward()
@@ -481,9 +456,13 @@ def assert_same_states(ours: Any, wanted: Any) -> None:
         assert ours == wanted
 
 
-@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "precision": "bf16", "bucket_size": 300}], ids=str)
+IN_BF16 = {"stage": 3, "precision": "bf16", "bucket_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "options"),
+    [(lamb, 1, {"stage": 1}), (lamb, 2, IN_BF16), (adafactor, 1, IN_BF16), (adafactor, 2, {"stage": 1})],
+)
 def test_states_rest_in_a_tier_and_give_the_same_bits(
     make: Any, world: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -525,10 +504,10 @@ def test_states_on_the_host_can_be_cleared(clear: str) -> None:
 @pytest.mark.slow
 def test_whole_and_elementwise_groups_share_a_tier(tmp_path: Path) -> None:
     wanted = run_threads(2, tiered, 2, blend, None, {"stage": 3})
-    for offload in ("host", {"optimizer": "disk", "directory": str(tmp_path)}):
-        for ours, plain in zip(run_threads(2, tiered, 2, blend, offload, {"stage": 3}), wanted, strict=True):
-            assert_equal(ours[0], plain[0])
-            assert_same_states(ours[1], plain[1])
+    disk = {"optimizer": "disk", "directory": str(tmp_path)}
+    for ours, plain in zip(run_threads(2, tiered, 2, blend, disk, {"stage": 3}), wanted, strict=True):
+        assert_equal(ours[0], plain[0])
+        assert_same_states(ours[1], plain[1])
 
 
 def test_offload_states_moves_the_states_of_owners() -> None:
@@ -571,8 +550,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("there", LAYOUTS)
-@pytest.mark.parametrize("make", [lamb, adafactor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "there"), [*((lamb, there) for there in LAYOUTS), (adafactor, "bf16 on the host")])
 def test_a_checkpoint_loads_in_any_layout_bit_for_bit(make: Any, there: str, tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         model, optimizer = made(make, stage=3, precision="bf16")
@@ -742,7 +720,7 @@ def test_a_parameter_that_is_divided_over_the_tensor_axis_is_put_together(shape:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", [((2, 2), 1), ((1, 2), 3), ((3, 1), 2)], ids=str)
+@pytest.mark.parametrize("there", [((1, 2), 3), ((3, 1), 2)], ids=str)
 def test_states_of_divided_parameters_are_saved_and_loaded_in_any_mesh(there: Any, tmp_path: Path) -> None:
     def save(rank: int, shape: Any, stage: int) -> Any:
         model, optimizer = train_divided(rank, shape, DATA[:2], {"stage": stage})
