@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from zeroshard.planner.strategy import Strategy
     from zeroshard.planner.tracing.inputs import Inputs, LossFn, model_arguments
     from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode, UntraceableError
-    from zeroshard.planner.whole_params import OPTIMIZERS, WholeParamSpec, find_whole_params
+    from zeroshard.planner.whole_params import WholeParamSpec, find_whole_params
 
 __all__ = [
     "CHECKPOINT_MODES",
     "MACHINE_PRESETS",
-    "OPTIMIZERS",
     "CheckpointMode",
     "Inputs",
     "LossFn",
@@ -60,6 +59,6 @@ __getattr__, __dir__ = lazy_names(
         "strategy": "Strategy",
         "tracing.inputs": "Inputs LossFn model_arguments",
         "tracing.trace_model": "CHECKPOINT_MODES CheckpointMode UntraceableError",
-        "whole_params": "OPTIMIZERS WholeParamSpec find_whole_params",
+        "whole_params": "WholeParamSpec find_whole_params",
     },
 )

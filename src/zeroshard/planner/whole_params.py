@@ -125,10 +125,6 @@ class OwnerLoads:
     def fullest_elements(self) -> int:
         return max(self.elements)
 
-    @property
-    def total_elements(self) -> int:
-        return sum(self.elements)
-
     def describe(self) -> str:
         """Compare the fullest owner with the mean."""
         ranks = len(self.elements)
