@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -52,6 +53,15 @@ def test_a_batched_step_is_that_of_torch(options: dict[str, Any], max_numel: int
     assert optimizer.state_dict()["state"].keys() == wanted.state_dict()["state"].keys()
     for index, state in wanted.state_dict()["state"].items():
         torch.testing.assert_close(optimizer.state_dict()["state"][index], state, rtol=0, atol=0)
+
+
+def test_a_scheduler_takes_a_batched_step_for_a_step() -> None:
+    optimizer = torch.optim.Muon(parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    step_muon(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 def test_a_class_made_from_muon_steps_itself() -> None:

@@ -103,6 +103,7 @@ def step_muon(optimizer: torch.optim.Optimizer, max_numel: int = MAX_STACKED_NUM
         for parameters in by_shape.values():
             for batch in _split(parameters, max_numel):
                 _update_matrices(batch, group, optimizer.state)
+    vars(optimizer)["_opt_called"] = True  # an LR scheduler wraps step() to record this, and warns if it is missing
 
 
 def _split(parameters: list[torch.Tensor], max_numel: int) -> Iterator[list[torch.Tensor]]:
