@@ -14,7 +14,7 @@ own, copies of the optimizer step the same values with the same gradients:
 After each step the values must match, at the end also the states, and the numbers stored in groups and in the optimizer
 itself. A group whose slices match is elementwise; else it needs whole parameters if these match; else the optimizer is
 rejected, since it reads several parameters at once, or their order. At last all groups are stepped together, each as it
-was found, since one group may read another. ``_Trial`` says what is stepped, ``_Run`` steps one copy, and the
+was found, since one group may read another. ``_Trial`` says what is stepped, ``_TrialRun`` steps one copy, and the
 ``_compare_…`` functions compare two runs.
 
 What the trials must detect, and how:
@@ -281,7 +281,7 @@ class _Trial:
             raise ElementwiseMismatchError(f"it reads the attribute {full.reads[0]!r} of parameters, slices have none")
         for number in range(4 if self.has_whole else len(self.spec.splits)):
             spans = self._spans_of_rank(number)
-            part = _Run(self, spans, full.is_seeded)
+            part = _TrialRun(self, spans, full.is_seeded)
             try:
                 part.run(full.has_jumped, full.has_unused)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
@@ -314,7 +314,7 @@ class _Trial:
             found.append(some if is_whole else slices)
         return found
 
-    def _compare_values(self, full: _Run, part: _Run) -> None:
+    def _compare_values(self, full: _TrialRun, part: _TrialRun) -> None:
         """Compare the values that a rank has, after each step."""
         wide_dtype = torch.promote_types(self.dtype, torch.float32)
         actual, expected = torch.stack(part.values).to(wide_dtype), torch.stack(full.values).to(wide_dtype)
@@ -335,7 +335,7 @@ class _Trial:
             f"and by {moves[1]} {where[1]}"
         )
 
-    def _run_full(self) -> _Run:
+    def _run_full(self) -> _TrialRun:
         """Step full parameters, starting from states like the existing ones, or from none if that fails.
 
         Existing states of whole parameters may have any shape, so the trial has none.
@@ -343,7 +343,7 @@ class _Trial:
         can_seed = any(self.optimizer.state.values()) and not self.has_whole
         for is_seeded in (True, False) if can_seed else (False,):
             for jump, has_unused in itertools.product((True, False), (True, False) if self.has_whole else (False,)):
-                full = _Run(self, self.full_spans(), is_seeded, is_full=True)
+                full = _TrialRun(self, self.full_spans(), is_seeded, is_full=True)
                 try:
                     full.run(jump, has_unused)
                 except (ElementwiseUndecidedError, ElementwiseMismatchError):
@@ -447,7 +447,7 @@ class _ParamNames(list[str]):
         return iter(self)
 
 
-class _Run:
+class _TrialRun:
     """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
     def __init__(self, trial: _Trial, spans: list[list[_Span]], is_seeded: bool, is_full: bool = False) -> None:
@@ -714,7 +714,7 @@ def _compare_stored(expected: dict[str, Any], actual: dict[str, Any]) -> None:
             )
 
 
-def _compare_states(full: _Run, part: _Run, tolerance: float) -> None:
+def _compare_states(full: _TrialRun, part: _TrialRun, tolerance: float) -> None:
     rows = zip(full.parameters, full.spans, part.parameters, part.spans, part.trial.is_whole, strict=True)
     for parameters, spans, part_params, part_spans, is_whole in rows:
         for part_param, part_span in zip(part_params, part_spans, strict=True):
