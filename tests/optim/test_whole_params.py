@@ -290,6 +290,58 @@ def test_a_parameter_without_gradient_is_not_stepped(world: int) -> None:
     assert_same_training(world, base, lamb, data, uses_in_turn, **WHOLE)
 
 
+class Restless(torch.optim.Optimizer):
+    """Momentum at the norm of the parameter, which goes on without a gradient, and sets ``data``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9)
+                if p.grad is not None:
+                    momentum.add_(p.grad)
+                p.data = p.data - momentum * (group["lr"] * (p.norm() + 0.1) / (momentum.norm() + 0.1))
+
+
+def restless(model: nn.Module) -> torch.optim.Optimizer:
+    return Restless(model.parameters())
+
+
+def decays_in_a_hook(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    inner = optimizer.inner if isinstance(optimizer, zeroshard.ShardedOptimizer) else optimizer
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data = parameter.data * 0.9
+
+    inner.register_step_post_hook(decay)
+    uses_in_turn(model, optimizer, data)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+@pytest.mark.parametrize(
+    ("make", "loop", "options"),
+    [
+        (restless, uses_in_turn, WHOLE),
+        (adafactor, decays_in_a_hook, {}),
+        (adamw, decays_in_a_hook, {}),  # on slices
+    ],
+)
+def test_a_rule_or_hook_may_change_parameters_without_gradient(
+    make: Any, loop: Any, options: dict[str, Any], offload: str | None
+) -> None:
+    with seeded(0):
+        base, data = Skips(), [torch.randn(6, 16) for _ in range(4)]
+    assert_same_training(2, base, make, data, loop, offload=offload, **options)
+
+
 def test_a_parameter_that_one_rank_uses_is_stepped() -> None:
     with seeded(0):
         base, x = Skips(), torch.randn(4, 16)

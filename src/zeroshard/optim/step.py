@@ -123,7 +123,7 @@ class OptimizerStep:
             if updater is self._fused_adam and selected:  # it also writes the compute parameters
                 master_only_flats = list(dict.fromkeys(part.flat for slice_ in left for part in slice_.flat_ranges))
         if self._cpu_updates is not None and is_single_call:
-            self._cpu_updates.write_through(slices)
+            self._cpu_updates.write_through()
         if self._cpu_updates is not None and self.whole.params:
             self.whole.copy_offloaded_masters()
         if grad_scale.clip_coef is not None:
@@ -231,7 +231,8 @@ class TorchUpdater:
         return all(self._inner.state.get(parameter) for parameter in parameters)
 
     def _step_batches(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> None:
-        whole = self.whole.with_grads() if self.whole.params else []
+        # A single call may also change parameters without a gradient: a rule may decay all, a hook may clamp all.
+        whole = self.whole.params if self._is_single_call or not self.whole.params else self.whole.with_grads()
         whole_batches = self.whole.split_batches(whole) if whole and not self._is_single_call else [whole]
         batches = self._split_batches([self._slice_grad(slice_) for slice_ in slices])
         nbytes = max([sum([slice_grad.copy_bytes for slice_grad in batch]) for batch in batches])
@@ -284,9 +285,11 @@ class TorchUpdater:
             with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
-                values = [parameter.data for parameter in parameters] if self._is_single_call else []
+                groups, values = self._inner.param_groups, []
+                if self._is_single_call:
+                    values = [(parameter, parameter.data) for group in groups for parameter in group["params"]]
                 self._inner.step() if self._is_single_call or not self._is_muon else step_in_batches(self._inner)
-                for parameter, value in zip(parameters, values, strict=False):
+                for parameter, value in values:
                     if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
                         parameter.data = value.copy_(parameter.data)
                 self._move_states_to_pool(new_params)

@@ -20,9 +20,9 @@ A parameter that is divided over a tensor axis is put together: its owners, one 
 shards in one all-gather more, compute the same update, and keep their shard of the new value. So their states are
 replicated over the tensor axis.
 
-The exchange moves values as they are, so the owner's optimizer sees what the plain run's would see: parameters of the
-true shape, with a gradient or None. All stages compute with the same bits, except where an update depends on which
-parameters are stepped together: stage 0 steps more of Muon's matrices at once ([Note: Muon in batches]).
+The exchange moves values as they are, so all stages compute with the same bits, and the owner's optimizer sees what the
+plain run's would see: parameters of the true shape, with a gradient or None. torch's own optimizers skip those without
+a gradient, so these are not sent. Any other rule or hook may change them too, so their values are sent.
 
 Memory: an exchange has at most ``bucket_size`` elements from or to a rank, or one parameter of each owner if that is
 larger. So there are two collectives a step if 2Ψ/N is at most ``bucket_size``, and no buffer grows with Ψ. For torch's
@@ -227,12 +227,11 @@ class WholeParams:
 
     def with_grads(self) -> list[WholeParam]:
         """Return the parameters that have a gradient on some rank: the same on all ranks."""
-        flat_grads = self._engine.gradients.flat_grads
-        return [
-            param
-            for param in self.params
-            if flat_grads[param.flat].has_shard and flat_grads[param.flat].is_param_used[param.index]
-        ]
+        return [param for param in self.params if self._has_grad(param)]
+
+    def _has_grad(self, param: WholeParam) -> bool:
+        flat_grad = self._engine.gradients.flat_grads[param.flat]
+        return flat_grad.has_shard and flat_grad.is_param_used[param.index]
 
     def split_batches(self, params: Sequence[WholeParam]) -> list[list[WholeParam]]:
         """Split parameters into batches of one exchange each, the same on all ranks."""
@@ -429,7 +428,7 @@ class WholeParams:
         shards: Shards = {}
         for param in params:
             shards[param, False] = Run(param.dtype, values[param.flat, param.index])
-            if has_grads:
+            if has_grads and self._has_grad(param):
                 flat_grad = self._engine.gradients.flat_grads[param.flat]
                 shards[param, True] = Run(flat_grad.dtype, [part for _, part in flat_grad.param_shards(param.index)])
         return shards

@@ -163,13 +163,16 @@ class CpuUpdates:
         defer_clip(self._engine.gradients, slices, grad_scale)
         return True
 
-    def write_through(self, slices: list[OptimizerSlice]) -> None:
-        """Copy to the device what the optimizer itself has just updated, in one call for all slices."""
+    def write_through(self) -> None:
+        """Copy to the device what the optimizer itself has just updated, in one call for all slices.
+
+        It may have changed slices without a gradient too.
+        """
         step_event = self._staging.record_event()
-        for chunk, chunk_slices in self._slices_by_chunk(slices).items():
-            for slice_ in chunk_slices:
+        for chunk in [chunk for chunk in self._chunk_by_segment.values() if chunk.slices]:
+            for slice_ in chunk.slices:
                 chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
-            event = self._updater.copy_masters_to_params(chunk, chunk_slices, step_event)
+            event = self._updater.copy_masters_to_params(chunk, chunk.slices, step_event)
             if event is not None:
                 event.synchronize()
 
