@@ -137,6 +137,14 @@ class ByIndex(Own):
         return momentum / momentum.abs().max().clamp(min=1e-3) if p is group["params"][0] else momentum
 
 
+class ByShape(Own):
+    """Divides by the largest momentum of all parameters of a shape."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        alike = [self.state[q]["momentum"] for q in group["params"] if q.shape == p.shape and self.state[q]]
+        return momentum / (1 + max(other.norm() for other in alike))
+
+
 WHOLE = (
     *(TrustRatio, ClipsByTensor, ByDimensions, OnlyIfLarge, AfterWarmup, AfterLongWarmup, EveryHundredth, StateOfRows),
     ByAttribute,
@@ -146,6 +154,7 @@ TOGETHER: dict[type, str] = {
     CountsParameters: "its attribute 'calls' is",
     LossOfAll: "without some others|the group's number 'momentum'",
     ByIndex: "has moved by .* without some others, and by .* with all",
+    ByShape: "has moved by .* without some others, and by .* with all",
 }
 
 
@@ -163,6 +172,12 @@ def test_an_optimizer_that_looks_beyond_one_element_is_found_by_what_it_does(kin
     assert not optimizer.state and "d" not in optimizer.param_groups[0] and torch.equal(random, torch.get_rng_state())
     model(DATA).sum().backward()
     optimizer.step()  # both are as they were
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 2, 2), (2, 2, 2, 2)], ids=str)
+def test_parameters_of_one_number_of_dimensions_that_read_each_other_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ByShape reads more than one parameter"):
+        find_whole_param_groups(ByShape([nn.Parameter(torch.ones(shape)) for _ in range(2)]), None, None)
 
 
 def test_a_rule_for_large_matrices_is_tried_if_the_model_has_some() -> None:
@@ -288,17 +303,9 @@ class MoreInStateDict(Own):
         return {**super().state_dict(), "count": 1}
 
 
-class AveragesOfTensors(TrustRatio):
-    """Not elementwise, and has an eval() that changes parameters."""
-
-    def train(self) -> None:
-        pass
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.5)
+class KeepsData(TrustRatio):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return super().change(group, p, momentum) + 0.1 * self.state[p].setdefault("anchor", [p.data])[0]
 
 
 UNDECIDED: dict[type, str] = {
@@ -312,7 +319,7 @@ REFUSED: dict[type, str] = {
     Draws: "draws random numbers.*draws would not be those of the unsharded run",
     DrawsFromItsOwn: "'generator' holds a generator: its step.* draws random numbers",
     StateOfItsOwn: "a state under 'all', which is not one of its parameters",
-    Names: "reads the names of its parameters",
+    KeepsData: "its state 'anchor' shares the memory of its parameter",
     MoreInStateDict: r"its state_dict\(\) also has 'count'",
     AveragesOfTensors: r"its train\(\) and eval\(\) change parameters",
 }

@@ -7,9 +7,9 @@ steps the whole parameter ([Note: whole parameters]). The class name does not te
 tensor, a rule may read ``p.ndim``, a group may keep a sum over all parameters. So unless the class is one of torch's
 own, copies of the optimizer step the same values with the same gradients:
 
-    on full tensors     | (6, 4) | (5,) | () | (2, 3, 2, 2) | (4, 6) | (1,) | (3, 8) |
-    as slices of ranks  | rank 0: one slice   | rank 1: one slice                    |     and other splits
-    whole, of two ranks | (6, 4) |      | () |              | (4, 6) |      | (3, 8) |     and other selections
+    on full tensors     | (6, 4) | (5,) | () | (2, 3, 2, 2) | (4, 6) | (1,) | …
+    as slices of ranks  | rank 0: one slice   | rank 1: one slice             …     and other splits
+    whole, of two ranks | (6, 4) |      | () |              | (4, 6) |      | …     and other selections
 
 After each step the values must match, at the end also the states, and the numbers stored in groups and in the optimizer
 itself. A group whose slices match is elementwise; else it needs whole parameters if these match; else the optimizer is
@@ -23,6 +23,7 @@ What the trials must detect, and how:
   elementwise results match to 1e-12 of the change of an element;
 - rules on dimensions or sizes: 0 to 4 dimensions, a second trial with large tensors in the model's own dtype, and a
   matrix as large as the largest of the model, up to 1040 x 1040;
+- rules that join tensors of one shape, or of one number of dimensions: two of each, which two ranks have;
 - warmups and work on every n-th step: after some steps the step counters are set close to 10,000, then to 1,000,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
 - a rank that has no elements of a group: an empty group;
@@ -51,6 +52,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.optimizer_copy import (
@@ -198,11 +200,14 @@ class _TrialSpec:
         ]
 
 
-_SMALL_TRIAL = _TrialSpec(
-    shapes=((6, 4), (5,), (), (2, 3, 2, 2), (4, 6), (1,), (3, 8)),
+_SMALL_TRIAL = _TrialSpec(  # each number of dimensions twice in one shape: a rule may join tensors of a shape
+    shapes=(
+        *((6, 4), (5,), (), (2, 3, 2, 2), (4, 6), (1,), (3, 8)),
+        *((6, 4), (5,), (), (2, 3, 2, 2), (2, 2, 3), (2, 2, 3)),
+    ),
     grad_scales=(1, 1, 1, 0.01, 1, 100, 1, 0, -1, 1, 1e-8, 1e4, 1e-3, 1, 1),
     grad_scales_after_jump=(1, 1, 30, -1, 1e6, 1),
-    splits=((0, 103), (0, 37), (37, 103), (0, 10, 61), (), (61, 62, 103)),  # of one rank, of two, of three
+    splits=((0, 181), (0, 37), (37, 181), (0, 10, 61), (), (61, 62, 181)),  # of one rank, of two, of three
     tolerance=1e-5,
 )
 _LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (128 x 128) or states quantized (4096)
@@ -589,6 +594,14 @@ class _TrialRun:
                     f"it keeps a state under {_short_repr(key)}, which is not one of its parameters: a checkpoint "
                     "would not contain it, and ranks may have different ones. Keep it in the states of a parameter"
                 )
+        for parameter in (p for parameters in self.parameters for p in parameters if self.trial.has_whole):
+            own_memory = parameter.untyped_storage().data_ptr()
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if any(own_memory == t.untyped_storage().data_ptr() for t in tree_leaves(value) if _is_plain(t)):
+                    raise OptimizerRefusedError(
+                        f"its state {key!r} shares the memory of its parameter, and an owner has the values of a "
+                        "parameter only in a step: clone it in the optimizer"
+                    )
         if type(self.inner).state_dict is not torch.optim.Optimizer.state_dict:
             more = sorted(map(str, self.inner.state_dict().keys() - {"state", "param_groups"}))
             if more:
@@ -703,6 +716,10 @@ def _is_close(left: Any, right: Any) -> bool:
     if isinstance(left, (SHARED_TYPES, set, frozenset)):
         return bool(left == right)
     return not hasattr(left, "__dict__") or _is_close(vars(left), vars(right))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter, _TrialParameter)
 
 
 def _compare_stored(expected: dict[str, Any], actual: dict[str, Any]) -> None:
