@@ -400,6 +400,23 @@ def test_a_group_added_later_is_stepped() -> None:
     assert_same_training(2, BASE, make, DATA, added_later, **WHOLE)
 
 
+class OnlyMatrices(Lamb):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        assert all(isinstance(p, nn.Parameter) and p.dim() == 2 for p in param_group["params"])
+        super().add_param_group(param_group)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_optimizer_checks_the_parameters_of_a_group_added_later(stage: int) -> None:
+    model = copy.deepcopy(BASE)
+    optimizer = OnlyMatrices([{"params": [model.embedding.weight]}])
+    model, sharded = zeroshard.shard(model, optimizer, stage=stage, **WHOLE)
+    sharded.add_param_group({"params": [model.head.weight]})
+    with pytest.raises(AssertionError):
+        sharded.add_param_group({"params": [model.head.bias]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
 class ByLabel(Lamb):
     """A rate for each parameter, by an attribute of it and by its name."""
 

@@ -267,7 +267,7 @@ class ParamGroups:
     def _set_whole(self, index: int, names: list[str]) -> None:
         """Replace the parameters of a group by those that this rank owns, with the attributes that the user has set."""
         group = self.inner.param_groups[index]
-        originals = dict(zip(names, group["params"], strict=False))  # a new group has one placeholder
+        originals = dict(zip(names, group["params"], strict=True))  # placeholders if it was added later
         owned = self.whole.add(names)
         for param in owned:
             param.copy_attributes(originals.get(param.name))

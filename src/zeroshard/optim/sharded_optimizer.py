@@ -258,10 +258,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), new_group)
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
-        placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
-        self.inner.add_param_group({**param_group, "params": [("", placeholder) if param_names else placeholder]})
-        if param_names:
-            self.inner.param_groups[-1]["param_names"] = param_names
+        # The inner optimizer checks the group and adds defaults. Its parameters are replaced, and take no memory.
+        shapes, device = self._states.full_shapes(), engine.comm.device
+        placeholders = [_placeholder(p, shapes[name], device) for name, p in zip(names, params, strict=True)]
+        named = list(zip(param_names, placeholders, strict=True)) if param_names else placeholders
+        self.inner.add_param_group({**param_group, "params": named})
         self._groups.add(names, needs_whole)
 
     # -- states -------------------------------------------------------------------------------------------------
@@ -337,6 +338,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for tier in TIERS if self._cpu_updates is not None else TIERS[:1]:
             nbytes = sum([tensor.nbytes for tensor in self._groups.state_tensors(tier)])
             self._engine.context.tracker.set("optimizer states", nbytes, tier)
+
+
+def _placeholder(parameter: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.nn.Parameter:
+    """Return a parameter of zeros that takes no memory."""
+    return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype, device=device).expand(shape))
 
 
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
