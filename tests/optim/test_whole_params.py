@@ -646,6 +646,19 @@ def test_a_checkpoint_loads_in_any_layout_bit_for_bit(make: Any, there: str, tmp
     assert_same_states(optimizer.state_dict()["state"], wanted[1]["state"])
 
 
+def test_states_of_a_parameter_without_elements_are_saved_by_any_owner(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = made(lamb, stage=1)
+        train_steps(model, optimizer, DATA[:1])
+        assert zeroshard.report(model).routing.whole["nothing"].owner != 0
+        zeroshard.save(tmp_path / "saved", model, optimizer)
+        zeroshard.load(tmp_path / "saved", model, optimizer)
+        assert optimizer.full_state("nothing").keys() == {"step", "m", "v", "norms"}
+        train_steps(model, optimizer, DATA[1:])
+
+    run_threads(3, body)
+
+
 def save_meanwhile(rank: int, path: Path, offload: str | None) -> None:
     model, optimizer = made(lamb, stage=3, offload=offload)
     parts = [split(batch, rank, 2) for batch in DATA]

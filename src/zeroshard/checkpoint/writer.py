@@ -70,7 +70,7 @@ def write_checkpoint(
             described = {
                 fqn: replace(local, shards=[])
                 for fqn, local in payload.tensors.items()
-                if local.shards or group.rank == 0
+                if local.shards or not local.numel or group.rank == 0  # one without elements may be on one rank only
             }
             all_parts = group.gather((replace(payload, tensors=described), written))
             group.run_on_all("", lambda: _commit(directory, all_parts, keep) if group.rank == 0 else None)
