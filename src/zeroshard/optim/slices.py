@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.engine import Engine, FlatGrad, FlatParam, Gradients, GradScale
@@ -208,11 +209,11 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether a state has one value per element of a parameter of ``shape``, like a momentum and unlike a step count.
 
     For a 0-dim parameter the shapes are equal, so the key ``step`` identifies the step count. Subclasses may store
-    something else than one value per element: quantized states, for example.
+    something else than one value per element: quantized states, for example. A DTensor does not.
     """
-    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
+    if not isinstance(value, torch.Tensor) or value.shape != shape or (value.dim() == 0 and key == "step"):
         return False
-    return value.shape == shape and (value.dim() > 0 or key != "step")
+    return isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value)
 
 
 def is_scalar_state(value: Any) -> bool:
