@@ -260,7 +260,7 @@ TABLE: dict[str, Row] = {
     "pytorch_optimizer.SM3": Row(of_params(po.SM3), "whole"),
     "pytorch_optimizer.SOAP": Row(of_params(po.SOAP, precondition_frequency=3), "whole"),
     "pytorch_optimizer.SophiaH": Row(of_params(po.SophiaH), RANDOM),
-    "pytorch_optimizer.SPlus": Row(of_params(po.SPlus, inverse_steps=3), "its train\\(\\) and eval\\(\\) change"),
+    "pytorch_optimizer.SPlus": Row(of_params(po.SPlus, inverse_steps=3), "whole"),
     "pytorch_optimizer.StableAdamW": Row(of_params(po.StableAdamW), "whole"),
     "pytorch_optimizer.StableSPAM": Row(of_params(po.StableSPAM), NO_PARAMETER),
     "pytorch_optimizer.Yogi": Row(of_params(po.Yogi), "elementwise"),

@@ -93,10 +93,11 @@ class Config:
     :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
 
     elementwise: bool | None = None
-    """Whether the optimizer updates each element from that element alone, so that it can run on flat slices of the
-    parameters. None: torch's own optimizers are known; others are tested on small tensors, each group for itself, and
-    rejected if a rule reads several parameters at once or the test is inconclusive. True: you assert it, and nothing is
-    tested. False: you assert that all groups update each parameter from that parameter alone."""
+    """Whether the optimizer updates each element from that element alone. If so, it runs on flat slices of the
+    parameters; if not, on whole parameters, each on one rank. None: torch's own optimizers are known; others are tested
+    on small tensors, group by group, and rejected if they read several parameters at once or the test is inconclusive.
+    True or False: you assert it for all groups, and nothing is tested. False also asserts that each parameter is
+    updated from that parameter alone."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""

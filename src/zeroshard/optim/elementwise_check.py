@@ -27,7 +27,7 @@ What the trials must detect, and how:
 - warmups and work on every n-th step: after some steps the step counters are set close to 10,000, then to 1,000,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
 - a rank that has no elements of a group: an empty group;
-- attributes that users set on parameters: whole parameters have them, slices do not;
+- attributes and names of parameters: whole parameters have them, slices do not;
 - parameters without a gradient: some of the whole tensors have none in one step.
 
 An optimizer that cannot be tested is rejected: if it raises on the copies, needs a closure, draws random numbers,
@@ -43,7 +43,7 @@ import math
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -283,7 +283,7 @@ class _Trial:
         full = self._run_full()
         full.check_storable()
         if full.reads and not self.has_whole:
-            raise ElementwiseMismatchError(f"it reads the attribute {full.reads[0]!r} of parameters, slices have none")
+            raise ElementwiseMismatchError(f"it reads {full.reads[0]!r} of parameters, and slices have none")
         for number in range(4 if self.has_whole else len(self.spec.splits)):
             spans = self._spans_of_rank(number)
             part = _TrialRun(self, spans, full.is_seeded)
@@ -438,18 +438,19 @@ class _UserAttributes(NamedTuple):
 
 
 class _ParamNames(list[str]):
-    """The names of a group's parameters, which a rule must not read: on a rank, a group has other parameters."""
+    """The names of a group's parameters; records that they are read."""
 
-    def __iter__(self) -> Any:
-        """Raise."""
-        raise OptimizerRefusedError(
-            "it reads the names of its parameters ('param_names'), and on a rank its groups have other parameters. "
-            "Give it parameters without names, and put those that it treats differently into groups of their own"
-        )
+    reads: list[str]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        self.reads.append("param_names")
+        return super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
-        """Raise."""
-        return iter(self)
+        """Return a name, or several."""
+        self.reads.append("param_names")
+        return super().__getitem__(index)
 
 
 class _TrialRun:
@@ -476,7 +477,7 @@ class _TrialRun:
             if is_full or trial.is_whole[number]:
                 self._set_attributes(parameters, group["params"], spans[number])
             if "param_names" in group:
-                options["param_names"] = _ParamNames(group["param_names"])
+                options["param_names"] = self._choose_names(group, spans[number])
             self.inner.param_groups.append({**options, "params": parameters})
             if is_seeded:
                 self._seed_states(group, parameters, spans[number])
@@ -504,9 +505,22 @@ class _TrialRun:
             distinct = list(
                 {repr(attributes): attributes for attributes in same_dims or [a for _, a in found]}.values()
             )
-            index = [tensor for tensor in self.trial.spec.tensors if len(tensor.shape) == len(span.shape)].index(span)
-            values = distinct[index % len(distinct)]
+            values = distinct[self._index_in_dims(span) % len(distinct)]
             parameter.__dict__["_user_attributes"] = _UserAttributes(values, all_names, self.reads)
+
+    def _choose_names(self, group: Mapping[str, Any], spans: list[_Span]) -> _ParamNames:
+        """Return a name for each tensor, of a parameter of as many dimensions; the same one in all runs."""
+        named, chosen = list(zip(group["params"], group["param_names"], strict=True)), _ParamNames()
+        for span in spans:
+            names = [name for p, name in named if p.dim() == len(span.shape)] or [name for _, name in named]
+            is_full = span in self.trial.spec.tensors
+            chosen.append(names[self._index_in_dims(span) % len(names)] if is_full else names[0])
+        chosen.reads = self.reads
+        return chosen
+
+    def _index_in_dims(self, span: _Span) -> int:
+        """Return the index of a full tensor among those of as many dimensions."""
+        return [tensor for tensor in self.trial.spec.tensors if len(tensor.shape) == len(span.shape)].index(span)
 
     def _seed_states(self, group: Mapping[str, Any], parameters: list[nn.Parameter], spans: list[_Span]) -> None:
         """Create states like those of the optimizer: its constructor may have made states that a step needs."""
@@ -559,7 +573,6 @@ class _TrialRun:
                 self._record_values()
                 self.inner.train()
                 self._record_values()
-                self._check_mode_switch()
 
     def _set_gradients(self, gradients: list[torch.Tensor], has_unused: bool) -> None:
         for number, (parameters, spans) in enumerate(zip(self.parameters, self.spans, strict=True)):
@@ -567,15 +580,6 @@ class _TrialRun:
                 gradient = gradients[number][span.start : span.end].reshape(span.shape).clone()
                 is_unused = has_unused and self.trial.is_whole[number] and self.trial.spec.tensors.index(span) % 3 == 1
                 parameter.grad = None if is_unused else gradient
-
-    def _check_mode_switch(self) -> None:
-        """Raise if train() or eval() change whole parameters, which have no values between steps."""
-        trained, *switched = (values[torch.tensor(self.trial.is_whole)] for values in self.values[-3:])
-        if any(not torch.equal(trained.nan_to_num(), values.nan_to_num()) for values in switched):
-            raise OptimizerRefusedError(
-                "its train() and eval() change parameters, and those that it does not update elementwise have their "
-                "values on their owners only in a step"
-            )
 
     def check_values(self) -> None:
         """Raise if the values cannot be compared."""
@@ -669,8 +673,9 @@ def _distinct_groups(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     distinct: dict[str, dict[str, Any]] = {}
     for group in groups:
         if group["params"]:
-            same = distinct.setdefault(_group_key(group), {**group, "params": []})
-            same["params"] += group["params"]
+            lists = {key: list(group[key]) for key in ("params", "param_names") if key in group}
+            same = distinct.setdefault(_group_key(group), {**group, **{key: [] for key in lists}})
+            same.update({key: [*same[key], *values] for key, values in lists.items()})
     return distinct
 
 

@@ -20,9 +20,11 @@ A parameter that is divided over a tensor axis is put together: its owners, one 
 shards in one all-gather more, compute the same update, and keep their shard of the new value. So their states are
 replicated over the tensor axis.
 
-The exchange moves values as they are, so all stages compute with the same bits, and the owner's optimizer sees what the
-plain run's would see: parameters of the true shape, with a gradient or None. torch's own optimizers skip those without
-a gradient, so these are not sent. Any other rule or hook may change them too, so their values are sent.
+The exchange moves values as they are, so the owner's optimizer sees what the plain run's would see: parameters of the
+true shape, with a gradient or None. torch's own optimizers skip those without a gradient, so these are not sent. Any
+other rule or hook may change them too, so their values are sent. All stages compute with the same bits, except where an
+update depends on which parameters are stepped together: stage 0 steps more of Muon's matrices at once ([Note: Muon in
+batches]).
 
 Memory: an exchange has at most ``bucket_size`` elements from or to a rank, or one parameter of each owner if that is
 larger. So there are two collectives a step if 2Ψ/N is at most ``bucket_size``, and no buffer grows with Ψ. For torch's
@@ -109,9 +111,9 @@ class WholeParam:
     parameter: nn.Parameter = field(init=False)  # what the inner optimizer sees, on the owner
 
     def __post_init__(self) -> None:
-        self.parameter = nn.Parameter(self._placeholder())
-        original = dict(self.flat.named_parameters)[self.name]  # a rule may read what the user has set on it
-        vars(self.parameter).update({k: v for k, v in vars(original).items() if not k.startswith("_zeroshard")})
+        placeholder = self.flat.placeholder(torch.Size()).to(self.dtype)
+        self._placeholder = placeholder.expand(self.flat.full_shapes[self.index])  # takes no memory
+        self.parameter = nn.Parameter(self._placeholder)
 
     @property
     def name(self) -> str:

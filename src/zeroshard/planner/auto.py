@@ -270,7 +270,7 @@ def choose_for_shard(
         sequence=planning_options.sequence,
         loss=_OutputHoldingLoss(planning_options.loss),
         clip=planning_options.clip,
-        optimizer=find_whole_params(model, optimizer, needs_whole) if optimizer is not None else {},
+        optimizer=find_whole_params(model, optimizer, needs_whole) if optimizer and any(needs_whole) else {},
         optimizer_states=_slice_states(optimizer, needs_whole),
         one_pass=is_supported(optimizer),
         scratch=_scratch_bytes_per_element(optimizer),
