@@ -59,7 +59,7 @@ _KNOWN_LR_ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def step_in_batches(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer; if it is torch's Muon on a GPU, with the matrices of one shape at once: see muon.py."""
+    """Step an optimizer: torch's Muon on a GPU as in [Note: Muon in batches], any other by its own step()."""
     if is_known_muon(optimizer) and all(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
         step_muon(optimizer)
     else:

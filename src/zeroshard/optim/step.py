@@ -182,7 +182,6 @@ class TorchUpdater:
         self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
         self.whole = WholeParams(inner, engine)
-        self._is_muon = type(inner) is torch.optim.Muon
 
     def decide_single_call(self) -> bool:
         """Decide whether one call must update all slices in this step, offloaded ones included."""
@@ -288,7 +287,10 @@ class TorchUpdater:
                 groups, values = self._inner.param_groups, []
                 if self._is_single_call:
                     values = [(parameter, parameter.data) for group in groups for parameter in group["params"]]
-                self._inner.step() if self._is_single_call or not self._is_muon else step_in_batches(self._inner)
+                if type(self._inner) is torch.optim.Muon and not self._is_single_call:
+                    step_in_batches(self._inner)
+                else:
+                    self._inner.step()
                 for parameter, value in values:
                     if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
                         parameter.data = value.copy_(parameter.data)
