@@ -159,6 +159,13 @@ def _name_lanes(events: list[dict[str, Any]], process: str, threads: dict[int | 
         elif event.get("ph") == "M" and event["name"] == "thread_name":
             lane: str = event["args"]["name"]  # of a thread, or of a stream, whose number may be a thread's
             event["args"]["name"] = threads.get(event["tid"], lane) if lane.startswith("thread ") else lane
+    # The profiler sometimes gives a thread no name at all.
+    named = {event["tid"] for event in events if event.get("ph") == "M" and event["name"] == "thread_name"}
+    lanes = {event["tid"]: event["pid"] for event in events if event.get("cat") == "user_annotation"}
+    for thread in lanes.keys() - named:
+        name = threads.get(thread, f"thread {thread}")
+        arguments = {"ph": "M", "ts": 0, "pid": lanes[thread], "tid": thread}
+        events.append({"name": "thread_name", **arguments, "args": {"name": name}})
 
 
 def _limit_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
