@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,30 @@ def traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traced_model, "trace_model", remembered)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tried_once() -> Iterator[None]:
+    """Try each optimizer once, not on every rank and in every stage: a trial takes a second or more.
+
+    For optimizers that their class, options and parameters describe.
+    """
+    from zeroshard.optim import sharded_optimizer
+
+    find, lock = sharded_optimizer.find_whole_param_groups, threading.Lock()
+    found: dict[str, list[bool]] = {}
+
+    def remembered(optimizer: Any, *others: Any) -> Any:
+        groups = [{**g, "params": [(p.shape, p.dtype, vars(p)) for p in g["params"]]} for g in optimizer.param_groups]
+        key = repr((type(optimizer), groups, others))
+        with lock:  # ranks are threads
+            if key not in found:
+                found[key] = find(optimizer, *others)
+            return list(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_optimizer, "find_whole_param_groups", remembered)
         yield
 
 

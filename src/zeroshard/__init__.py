@@ -12,11 +12,14 @@ if TYPE_CHECKING:
         full_parameter,
         full_state,
         gathered,
+        is_sharded,
         no_sync,
         offload_states,
         profile,
+        register_forward_method,
         reload_states,
         report,
+        state_dict,
         unshard,
         unwrap,
     )
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
     from zeroshard.comm import RanksDisagreeError
     from zeroshard.config.config import Config
     from zeroshard.config.offload import Offload
+    from zeroshard.engine import EMA
     from zeroshard.memory import Profile, Report
     from zeroshard.optim import ShardedOptimizer
     from zeroshard.planner import plan
 
 __all__ = [
+    "EMA",
     "CheckpointError",
     "Config",
     "Loaded",
@@ -44,15 +49,18 @@ __all__ = [
     "full_parameter",
     "full_state",
     "gathered",
+    "is_sharded",
     "load",
     "no_sync",
     "offload_states",
     "plan",
     "profile",
+    "register_forward_method",
     "reload_states",
     "report",
     "save",
     "shard",
+    "state_dict",
     "unshard",
     "unwrap",
 ]
@@ -61,13 +69,14 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "activations": "checkpoint_activations",
-        "api": "full_gradient full_parameter full_state gathered no_sync offload_states profile reload_states report "
-        "unshard unwrap",
+        "api": "full_gradient full_parameter full_state gathered is_sharded no_sync offload_states profile "
+        "register_forward_method reload_states report state_dict unshard unwrap",
         "auto": "shard",
         "checkpoint": "CheckpointError Loaded Save load save",
         "comm": "RanksDisagreeError",
         "config.config": "Config",
         "config.offload": "Offload",
+        "engine": "EMA",
         "memory": "Profile Report",
         "optim": "ShardedOptimizer",
         "planner": "plan",

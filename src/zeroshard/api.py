@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -41,11 +41,13 @@ from zeroshard.engine import (
     make_plain,
     open_tiers,
     plan_model,
+    unwrap_compiled,
     verify_same_model,
     verify_same_tensor_plan,
 )
+from zeroshard.engine import register_forward_method as _register_forward_method
 from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
-from zeroshard.optim import ShardedOptimizer, check_optimizer, state_bytes_per_element
+from zeroshard.optim import ModelOptimizers, ShardedOptimizer, as_list, check_optimizer, state_bytes_per_element
 from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
 from zeroshard.utils.profiling import ChromeTrace
@@ -64,13 +66,21 @@ class ShardedModel:
         plan_reason: str = "",
     ) -> None:
         self.engine = engine
-        self.optimizer: weakref.ref[ShardedOptimizer] | None = None  # weak: without it, its states are freed
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # weak: without one, its states are freed
         self.plan_reason = plan_reason  # this stage and offload, where they were chosen by a plan
         self.hook_handles = hook_handles
         self.tp_state = tp_state
         self.profiled_traffic: tuple[Traffic, Traffic] | None = (
             None  # of tensor parallelism, of P_a, in the last profile
         )
+
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]:
+        """The optimizers that the user still has."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def add_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class ConfigChooser(Protocol):
 
 def shard_model(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     config: Config,
     *,
     mesh: DeviceMesh | None = None,
@@ -112,22 +122,22 @@ def shard_model(
     """Partition a model's training states over the data-parallel ranks, in place: see :func:`zeroshard.shard`."""
     axes, tensor_axis = mesh_axes(mesh)
     shard_size, replicas = axes[-1].size, math.prod(axis.size for axis in axes[:-1])
-    if optimizer is not None:
-        _check_single_optimizer(model, optimizer)
+    optimizers = _check_optimizers(model, optimizer)
     check_model(model, has_tensor_axis=tensor_axis.size > 1)
     device = _resolve_device(model, mesh, config)
     consistency = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimized_ids, needs_whole = _inspect_optimizer(optimizer, names, config)
-    chosen = ChosenConfig(config, "")
+    optimizer_of = _find_optimizer_of_params(optimizers, names)
+    needs_whole = [check_optimizer(each, names, config) for each in optimizers]
+    chosen, whole_groups = ChosenConfig(config, ""), [is_whole for groups in needs_whole for is_whole in groups]
     if choose is not None:
-        chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size), needs_whole)
+        chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size), whole_groups)
         config = chosen.config
     check_max_norm(model, config, shard_size * replicas)
-    verify_same_model(model, _optimizer_signature(optimizer, names), config, consistency)
+    verify_same_model(model, _optimizer_signature(optimizers, names), config, consistency)
     if chosen.apply_checkpointing is not None:
         chosen.apply_checkpointing(model)
-    casts_master = config.needs_cast_on_gather and bool(optimized_ids)
+    casts_master = config.needs_cast_on_gather and bool(optimizer_of)
     placement = Placement.from_stage(config.stage, shard_size, config.offload, replicas, casts_master)
     tracker = MemoryTracker()
     context = ShardContext(
@@ -141,12 +151,13 @@ def shard_model(
         TierAllocator(config.offload, device, tracker),
     )
     open_tiers(context.tiers, consistency)
-    state_bytes = state_bytes_per_element(optimizer) if config.offload is not None else 0
+    # the largest of several: a tier's limit holds for any split of the parameters
+    state_bytes = max(map(state_bytes_per_element, optimizers), default=0) if config.offload is not None else 0
     unit_specs = plan_units(model, config.units, config.bucket_size)
     tp_state = _parallelize(model, mesh, tensor_axis, tensor_plan)  # changes the model, so it follows all checks
     try:
         verify_same_tensor_plan(tp_state, consistency)
-        plan = plan_model(context, model, unit_specs, optimized_ids, state_bytes, tp_state)
+        plan = plan_model(context, model, unit_specs, optimizer_of, state_bytes, tp_state)
         engine, handles = build_engine(context, model, plan, tp_state)
     except BaseException:
         if tp_state is not None:
@@ -156,20 +167,26 @@ def shard_model(
     engine.state_guard.expose_reduced_grads()
     for _ in range(2):  # the collectives of building belong to no step
         context.comm.counters.end_step()
-    if optimizer is None:
-        return model, None
-    sharded_optimizer = ShardedOptimizer(optimizer, engine, names, needs_whole)
-    sharded.optimizer = weakref.ref(sharded_optimizer)
-    if not consistency.rank and _log.isEnabledFor(logging.INFO):
-        _log.info("%s updates %s", type(optimizer).__name__, sharded_optimizer.routing())
-    return model, sharded_optimizer
+    shared = ModelOptimizers(engine, len(optimizers))
+    found = [
+        ShardedOptimizer(inner, shared, names, is_whole)
+        for inner, is_whole in zip(optimizers, needs_whole, strict=True)
+    ]
+    for sharded_optimizer in found:
+        sharded.add_optimizer(sharded_optimizer)
+        if not consistency.rank and _log.isEnabledFor(logging.INFO):
+            _log.info("%s updates %s", type(sharded_optimizer.inner).__name__, sharded_optimizer.routing())
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return model, found[0] if found else None
+    return model, tuple(found) if isinstance(optimizer, tuple) else found
 
 
-def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
+def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None) -> Any:
     """Return the plain model: full parameters in their original dtype, no hooks. All ranks call it together.
 
     Parameters get the values of their master weights, if there are any. With the sharded optimizer, returns ``(model,
-    optimizer)``: the inner optimizer, on the plain parameters and with full states. Gradients are dropped.
+    optimizer)``: the inner optimizer, on the plain parameters and with full states; with several in a list or tuple,
+    all of them. Gradients are dropped.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -179,7 +196,13 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
     engine.state_guard.check_not_gathered("unwrap()")
-    state = optimizer.state_dict() if optimizer is not None else None
+    optimizers = as_list(optimizer)
+    if optimizers and {id(each) for each in sharded.optimizers} - {id(each) for each in optimizers}:
+        raise ValueError(
+            f"this {type(model).__name__} has {len(sharded.optimizers)} optimizers, got {len(optimizers)}: pass all in "
+            "a list, or none"
+        )
+    states = [each.state_dict() for each in optimizers]
     engine.close()
     engine.order.begin_pass("unwrap")
     make_plain(engine.units, engine.comm, engine.order, sharded.tp_state)
@@ -190,19 +213,22 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     engine.comm.consistency.close()
     if optimizer is None:
         return model
-    if sharded.tp_state is not None:
-        sharded.tp_state.shard_optimizer_states(state or {}, optimizer.group_param_names)
     parameters = dict(model.named_parameters())
-    inner = optimizer.inner
-    optimizer.restore_train_eval()
-    inner.state.clear()
-    for group, names in zip(inner.param_groups, optimizer.group_param_names, strict=True):
-        group["params"] = [parameters[name] for name in names]
-    inner.load_state_dict(state or {})
-    return model, inner
+    for each, state in zip(optimizers, states, strict=True):
+        if sharded.tp_state is not None:
+            sharded.tp_state.shard_optimizer_states(state, each.group_param_names)
+        each.restore_train_eval()
+        each.inner.state.clear()
+        for group, names in zip(each.inner.param_groups, each.group_param_names, strict=True):
+            group["params"] = [parameters[name] for name in names]
+        each.inner.load_state_dict(state)
+    inners = [each.inner for each in optimizers]
+    if isinstance(optimizer, ShardedOptimizer):
+        return model, inners[0]
+    return model, tuple(inners) if isinstance(optimizer, tuple) else inners
 
 
-def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
+def unshard(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None) -> Any:
     """Deprecated name of :func:`unwrap`; FSDP2's ``unshard()`` means all-gathering the parameters.
 
     >>> import zeroshard
@@ -265,9 +291,9 @@ def offload_states(model: nn.Module) -> None:
     guard = sharded.engine.state_guard
     guard.check_not_gathered("offload_states()")
     if guard.offloaded_states is None:
-        optimizer = sharded.optimizer() if sharded.optimizer is not None else None
-        states = optimizer.states_on_device if optimizer is not None else list
-        guard.offloaded_states = OffloadedStates(sharded.engine, states)
+        guard.offloaded_states = OffloadedStates(
+            sharded.engine, lambda: [state for each in sharded.optimizers for state in each.states_on_device()]
+        )
 
 
 def reload_states(model: nn.Module) -> None:
@@ -303,6 +329,27 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         engine.executor.needs_grad_sync = before
 
 
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` of a model, or of one of its modules, run as a forward does.
+
+    ``model.compute_loss(x)`` then gathers parameters that the method uses itself, casts its floating-point inputs and
+    syncs buffers as ``model(x)`` does, and its backward runs as that of a forward. Not registered, a method works if it
+    only calls modules; at stage 3 it raises if it uses a parameter itself. FSDP2's ``register_fsdp_forward_method``.
+
+    Call it before or after :func:`shard`; an unsharded model runs as before. It stays registered over :func:`unwrap`
+    and the next :func:`shard`. Your hooks on the module belong to its ``forward`` and do not run.
+
+    >>> import zeroshard
+    >>> class Model(nn.Linear):
+    ...     def compute_loss(self, x):
+    ...         return nn.functional.linear(x, self.weight).square().mean()
+    >>> model, _ = zeroshard.shard(Model(2, 2), precision="bf16")
+    >>> zeroshard.register_forward_method(model, "compute_loss")
+    >>> model.compute_loss(torch.ones(1, 2)).backward()
+    """
+    _register_forward_method(unwrap_compiled(module), name)
+
+
 def report(model: nn.Module) -> Report:
     """Return what this rank holds, what it communicated in the last step, and how each parameter is updated.
 
@@ -316,7 +363,10 @@ def report(model: nn.Module) -> Report:
     comm = engine.comm
     tensor, activations = sharded.profiled_traffic or (None, None)
     kinds = list(engine.context.tracker.by_kind.items())  # at once: an update under way may add to them
-    optimizer = sharded.optimizer() if sharded.optimizer is not None else None
+    routings = [optimizer.routing() for optimizer in sharded.optimizers]
+    flat = {name: elements for each in routings for name, elements in each.flat.items()}
+    whole = {name: param for each in routings for name, param in each.whole.items()}
+    routing = replace(routings[0], flat=flat, whole=whole) if routings else None
     return Report(
         rank=comm.consistency.rank,
         ranks=comm.data_parallel_size * comm.tensor_axis.size,
@@ -327,7 +377,7 @@ def report(model: nn.Module) -> Report:
         tensor_traffic=tensor,
         activation_traffic=activations,
         chosen=sharded.plan_reason,
-        routing=optimizer.routing() if optimizer is not None else None,
+        routing=routing,
     )
 
 
@@ -388,6 +438,52 @@ def _record_profile(engine: Engine) -> Iterator[Profile]:
             torch.cuda.synchronize(device)
         result.seconds = time.perf_counter() - result.start_time
         result.waited = wait_timer.seconds
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is one that :func:`zeroshard.shard` returned, also inside ``torch.compile``'s wrapper.
+
+    A module of a sharded model, and a model that contains a sharded one, are not.
+
+    >>> import zeroshard
+    >>> model = nn.Linear(2, 1)
+    >>> zeroshard.is_sharded(model)
+    False
+    >>> model, _ = zeroshard.shard(model)
+    >>> zeroshard.is_sharded(model)
+    True
+    """
+    return "_zeroshard" in unwrap_compiled(model).__dict__
+
+
+def state_dict(model: nn.Module, rank: int | None = 0, *, trainable_only: bool = False) -> dict[str, Any]:
+    """Return what the plain model's ``state_dict()`` would, in host memory, on one rank. All ranks call it together.
+
+    Values are whole, also where the model is tensor-parallel, in the dtype the parameters had before ``shard()``, from
+    the master weights if there are any (frozen parameters have none: under "bf16" and "fp16" they have 16 bits). Names
+    are the plain model's, tied parameters under all of theirs. Buffers are those of rank 0, which all ranks get before
+    the next forward. The model's own ``state_dict()`` makes it, so its hooks and overridden methods count; they see
+    plain parameters on the CPU. Parameters are gathered one unit at a time: on the device this takes the memory of the
+    largest unit.
+
+    - ``rank``: the rank of the mesh that gets it, as in ``zeroshard.report(model).rank``; the others get ``{}``. None:
+      all ranks get it, each in its own host memory.
+    - ``trainable_only``: leave out frozen parameters, such as the base model of LoRA, without gathering them. Buffers
+      stay.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 1), stage=3, precision="bf16")
+    >>> {name: value.dtype for name, value in zeroshard.state_dict(model).items()}
+    {'weight': torch.float32, 'bias': torch.float32}
+    """
+    model = unwrap_compiled(model)
+    engine = _sharded_model(model).engine
+    ranks = engine.comm.data_parallel_size * engine.comm.tensor_axis.size
+    if rank is not None and not (type(rank) is int and 0 <= rank < ranks):
+        raise ValueError(f"rank is a rank of the mesh, 0 to {ranks - 1}, or None for all ranks, got {rank!r}")
+    if engine.is_running:
+        raise RuntimeError("zeroshard.state_dict() inside a forward or backward: call it between steps")
+    return full_tensors.full_state_dict(engine, model, rank, trainable_only)
 
 
 def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
@@ -467,43 +563,61 @@ def _resolve_device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _optimizer_signature(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> dict[str, str]:
-    """Return, by name, which group of the optimizer updates each parameter."""
-    groups = enumerate(optimizer.param_groups) if optimizer is not None else ()
-    kind = type(optimizer).__name__
-    return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
+def _optimizer_signature(optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> dict[str, str]:
+    """Return, by name, which group of which optimizer updates each parameter."""
+    found = {}
+    for position, optimizer in enumerate(optimizers):
+        which = f", optimizer {position}" if len(optimizers) > 1 else ""
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"in group {number} of {type(optimizer).__name__}{which}"
+            found.update({names[id(parameter)]: place for parameter in group["params"]})
+    return found
 
 
-def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Raise on anything but one optimizer for the model."""
-    one = "one model is updated by one optimizer: put the parameters of several into groups of one"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        hint = f"; {one}" if isinstance(optimizer, (list, tuple, dict)) else ""
-        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}{hint}")
-    if isinstance(model, nn.Module) and "_zeroshard" in model.__dict__ and not isinstance(optimizer, ShardedOptimizer):
-        raise ValueError(
-            f"this {type(model).__name__} is sharded already, and {type(optimizer).__name__} cannot be added: {one}, "
-            "or add them with add_param_group() of the optimizer that shard() returned. To use another optimizer, call "
-            "zeroshard.unwrap() first"
-        )
+def _check_optimizers(model: nn.Module, optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that shard() got; raise on anything else, and on a model that has its optimizers."""
+    optimizers = as_list(optimizer)
+    if isinstance(optimizer, (list, tuple)) and not optimizers:
+        raise ValueError("the list of optimizers is empty: pass None for a model without an optimizer")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            hint = "; several are passed as a list" if isinstance(optimizer, dict) else ""
+            raise TypeError(
+                f"optimizer is a torch.optim.Optimizer, a list of them or None, got {type(each).__name__}{hint}"
+            )
+        if isinstance(each, ShardedOptimizer):
+            continue  # see below
+        if isinstance(model, nn.Module) and "_zeroshard" in model.__dict__:
+            raise ValueError(
+                f"this {type(model).__name__} is sharded already, and {type(each).__name__} cannot be added: pass all "
+                "optimizers of a model to one call, as in shard(model, [first, second]), or add the parameters with "
+                "add_param_group() of an optimizer that shard() returned. To use another optimizer, call "
+                "zeroshard.unwrap() first"
+            )
+    return optimizers
 
 
-def _inspect_optimizer(
-    optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config
-) -> tuple[set[int], list[bool]]:
-    """Return the ids of the parameters that the optimizer updates, and which groups need whole parameters.
+def _find_optimizer_of_params(optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> dict[int, int]:
+    """Return the number of the optimizer of each parameter, by the parameter's id.
 
-    Raise if it cannot run on shards of this model.
+    Raise if an optimizer is sharded already, has parameters of another model, or those of another optimizer.
     """
-    if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("the optimizer belongs to a sharded model already: unwrap it first, or make a new one")
-    trained = set()
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is "
-                    "not one of the model's: make the optimizer from model.parameters()"
-                )
-            trained.add(id(parameter))
-    return trained, check_optimizer(optimizer, names, config) if optimizer is not None else []
+    found: dict[int, int] = {}
+    for position, optimizer in enumerate(optimizers):
+        which = f"optimizer {position}" if len(optimizers) > 1 else "the optimizer"
+        if isinstance(optimizer, ShardedOptimizer):
+            raise ValueError(f"{which} belongs to a sharded model already: unwrap it first, or make a new one")
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"parameter {place} of {which}'s group {number}, of shape {tuple(parameter.shape)}, is "
+                        "not one of the model's: make the optimizer from model.parameters()"
+                    )
+                other = found.setdefault(id(parameter), position)
+                if other != position:
+                    raise ValueError(
+                        f"{names[id(parameter)]!r} is in optimizer {other} ({type(optimizers[other]).__name__}) and in "
+                        f"optimizer {position} ({type(optimizer).__name__}): give each parameter to one optimizer"
+                    )
+    return found

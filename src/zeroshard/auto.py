@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +18,25 @@ from zeroshard.config.config import Config
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
     checkpoint: str | None = None,
     inputs: Any = None,
     planning: Mapping[str, Any] | None = None,
+    config: Config | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """Partition a model's training states over the data-parallel ranks, in place.
 
-    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and so on. ``mesh`` has one axis
-    (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model and a
-    :class:`ShardedOptimizer` around the given optimizer (None without one). All ranks call it together.
+    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and so on; ``config`` has them
+    all, and ``options`` come before it. ``mesh`` has one axis (shard) or two (replicate, shard); without it all ranks
+    of the job share the states. Returns the same model and a :class:`ShardedOptimizer` around the given optimizer (None
+    without one). All ranks call it together.
+
+    A list or tuple of optimizers, each for a part of the parameters and stepped on its own, returns one of sharded
+    optimizers in the same order.
 
     A last mesh axis named "tensor" shards the model's layers by tensor parallelism; ZeRO then partitions each rank's TP
     shards over the other axes. ``tensor_plan`` is what ``torch.distributed.tensor.parallel.parallelize_module`` takes.
@@ -52,10 +57,19 @@ def shard(
     >>> optimizer.step()
     >>> optimizer.zero_grad()
     """
+    if config is not None:
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a zeroshard.Config, got {type(config).__name__}: pass options by name")
+        options = {**vars(config), **options}
     left_to_plan = _auto_options(options, checkpoint, inputs, planning)
     config = Config(**{name: value for name, value in options.items() if name not in left_to_plan})
     if not left_to_plan:
         return shard_model(model, optimizer, config, mesh=mesh, tensor_plan=tensor_plan)
+    if isinstance(optimizer, (list, tuple)):
+        raise ValueError(
+            f"{left_to_plan[0]}='auto' plans for one optimizer, got {len(optimizer)}: with several, set stage and "
+            "offload yourself"
+        )
     from zeroshard.planner.auto import JobTopology, choose_for_shard  # here: most calls do not need the planner
 
     def choose(
@@ -67,6 +81,7 @@ def shard(
     ) -> ChosenConfig:
         replicas, shard_size, tensor = mesh_sizes
         topology = JobTopology(device, shard_size * tensor, tensor, replicas)
+        assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         decision = choose_for_shard(
             model, optimizer, inputs, planning, topology, consistency, needs_whole, checkpoint=checkpoint, **options
         )

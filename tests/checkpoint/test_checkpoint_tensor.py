@@ -457,7 +457,7 @@ def write_wide(rank: int, stage: int, path: Path) -> tuple[Everything, list[Rang
         model, mesh=mesh, stage=stage, tensor_plan={"layers.0": ColwiseParallel()}, units=("layers",)
     )
     zeroshard.save(path, model)
-    held = ShardedTrainState(model._zeroshard.engine, None).parameters()["layers.2.weight"]
+    held = ShardedTrainState(model._zeroshard.engine, []).parameters()["layers.2.weight"]
     return parameters(model), [stretch for stretch, _ in held.shards]
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import run_threads
 from safetensors.torch import load_file
+from torch import nn
 
+import zeroshard
 from zeroshard.utils.safetensors_files import (
     SafetensorsWeights,
     TensorInfo,
@@ -70,3 +75,39 @@ def test_one_tensor_is_asked_for_at_a_time_and_a_wrong_one_is_refused(tmp_path: 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model.safetensors is missing"):
         SafetensorsWeights(tmp_path)
+
+
+def load_from_memory(rank: int, plain: nn.Module, state: dict[str, Any]) -> tuple[dict[str, Any], Any, str]:
+    model = copy.deepcopy(plain)
+    adam = torch.optim.Adam(model.parameters())
+    model, optimizer = zeroshard.shard(model, adam, stage=3)
+    loaded = zeroshard.load(state, model, strict=False, rename=lambda name: name.removeprefix("module."))
+    assert loaded.unexpected == ["other"] and loaded.missing == ["1.bias"]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(zeroshard.CheckpointError) as error:
+        zeroshard.load({"0.weight": "a word"}, model)
+    full = optimizer.state_dict()
+    assert optimizer.state_dict(rank=1).keys() == (full.keys() if rank == 1 else set())
+    received = optimizer.state_dict(rank=0)
+    if rank == 0:
+        torch.testing.assert_close(received, full, rtol=0, atol=0)
+    return zeroshard.state_dict(model, rank=None), received, str(error.value)
+
+
+def test_a_state_dict_in_memory_is_loaded_by_shards_and_states_are_read_on_one_rank() -> None:
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    source = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    state = {f"module.{name}": value for name, value in source.state_dict().items() if name != "1.bias"}
+    (first, received, error), (second, nothing, _) = run_threads(
+        2, load_from_memory, plain, {**state, "other": torch.ones(1)}
+    )
+    with torch.no_grad():
+        source[1].bias.copy_(plain[1].bias)
+    adam = torch.optim.Adam(source.parameters())
+    source(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    torch.testing.assert_close(first, dict(source.state_dict()))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    torch.testing.assert_close(received, adam.state_dict())
+    assert nothing == {} and "0.weight is a str, expected a tensor" in error

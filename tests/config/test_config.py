@@ -74,7 +74,7 @@ def test_shard_refuses_what_config_refuses_and_leaves_the_model_alone() -> None:
         ({"loss_scale": float("nan")}, "loss_scale must be a positive number, got nan"),
         ({"loss_scale": "dynamic"}, "loss_scale must be a positive number, got 'dynamic'"),
         ({"prefetch": "no"}, "prefetch must be True or False, got 'no'"),
-        ({"cast_inputs": None}, "cast_inputs must be True or False, got None"),
+        ({"cast_inputs": None}, "cast_inputs must be True, 'model' or False, got None"),
         ({"broadcast_buffers": 2}, "broadcast_buffers must be True or False, got 2"),
         ({"init_fn": "normal"}, "init_fn"),
     ],

@@ -493,3 +493,21 @@ def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(variable, "1")
     model, _ = zeroshard.shard(nn.Linear(2, 2))
     assert zeroshard.report(model).ranks == 1
+
+
+def train_with_a_default_device(rank: int, offload: str | None, directory: str) -> None:
+    with seeded(0):
+        model = GPT(SMALL)
+    model, optimizer = zeroshard.shard(model, adam(model), precision="fp16", offload=offload)
+    with torch.device("meta"):  # stands for a GPU: where a host tensor is meant, any other device fails
+        optimizer.scale(model(*(2 * [torch.zeros(2, 8, dtype=torch.int64, device="cpu")]))).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        zeroshard.save(f"{directory}/saved", model, optimizer)
+        zeroshard.load(f"{directory}/saved", model, optimizer)
+        assert zeroshard.full_parameter(model, "head.weight").device.type == "cpu"
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_a_default_device_of_the_user_changes_nothing(offload, tmp_path) -> None:
+    run_threads(2, train_with_a_default_device, offload, str(tmp_path))

@@ -275,7 +275,7 @@ def predictions(steps: list[int], prediction: LastBackward) -> list[int]:
     for backwards in steps:
         predicted = [prediction.on_backward(number, True) for number in range(1, backwards + 1)]
         found.append(predicted.index(True) + 1 if True in predicted else 0)
-        prediction.on_step()
+        prediction.on_step(optimizer=0, has_backwards=True)
     return found
 
 
@@ -293,7 +293,7 @@ def test_a_backward_inside_no_sync_after_the_others_is_not_overlooked() -> None:
     for _ in range(4):
         assert not prediction.on_backward(1, True)
         assert not prediction.on_backward(2, False)
-        prediction.on_step()
+        prediction.on_step(optimizer=0, has_backwards=True)
 
 
 # ------------------------------------------------------------------------------------------------------- habits

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from against_plain import assert_same, built, numbers, part, sgd, tokens
-from ranks import run_threads
+from ranks import run_processes, run_threads
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
@@ -176,6 +176,33 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
     for said in run_threads(2, body):
         for ours, theirs in zip(said, expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def generate_unevenly(rank: int, stage: int, wrap: bool) -> None:
+    """Ranks end after different numbers of tokens; with replicated parameters, a rank generates alone."""
+    model = gpt2().eval()
+    expected = [model.generate(tokens(1, VOCABULARY, rows=1)[0], **uneven(other)) for other in (0, 1)]
+    if wrap:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    model, _ = zeroshard.shard(model, stage=stage, timeout=20)
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens(1, VOCABULARY, rows=1)[0], **uneven(rank)), expected[rank])
+    with zeroshard.gathered(model):
+        assert torch.equal(model.generate(tokens(1, VOCABULARY, rows=1)[0], **uneven(rank)), expected[rank])
+    if rank == 0 and stage < 3:
+        assert torch.equal(model.generate(tokens(1, VOCABULARY, rows=1)[0], **uneven(0)), expected[0])
+    plain = zeroshard.unwrap(model)
+    assert not getattr(plain, "_is_fsdp_managed_module", False)
+
+
+def uneven(rank: int) -> dict[str, Any]:
+    return {"max_new_tokens": 3 + 4 * rank, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "wrap"), [(3, False), (3, True), (1, False)])
+def test_ranks_generate_different_numbers_of_tokens(stage: int, wrap: bool) -> None:
+    run_processes(2, generate_unevenly, stage, wrap)
 
 
 # ----------------------------------------------------------------------------------------------------------- LoRA

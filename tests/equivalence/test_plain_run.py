@@ -597,5 +597,5 @@ def test_an_optimizer_that_is_sharded_already_is_refused() -> None:
 
 
 def test_anything_else_is_refused_as_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"torch.optim.Optimizer or None, got str"):
+    with pytest.raises(TypeError, match=r"torch.optim.Optimizer, a list of them or None, got str"):
         zeroshard.shard(make_net(), "adam")

@@ -11,6 +11,8 @@ import torch
 from plain import Block, Net, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zeroshard
 from zeroshard.optim import loss_scale as loss_scale_module
@@ -363,7 +365,7 @@ def test_floating_point_inputs_are_cast_unless_that_is_off(cast: bool, seen: tor
 
 
 class Widens(nn.Module):
-    """Gives its second block and its head fp32, and its blocks a table in fp32 that is to stay exact."""
+    """Gives its second block and its head fp32, and its blocks a table in fp32."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -385,13 +387,16 @@ class Widens(nn.Module):
 
 
 @every_stage
-@pytest.mark.parametrize("precision", HALVES)
-def test_layers_that_are_given_other_floats_inside_the_model_cast_them(stage: int, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "cast"), [("bf16", True), ("fp16", True), ("bf16", "model")])
+def test_layers_that_are_given_other_floats_inside_the_model_cast_them(
+    stage: int, precision: str, cast: bool | str
+) -> None:
     plain = Widens()
 
     def body(rank: int) -> dict[str, torch.Tensor]:
         model: Any = copy.deepcopy(plain)
-        options = {"stage": stage, "precision": precision, "loss_scale": 64.0}
+        options = {"stage": stage, "precision": precision, "loss_scale": 64.0, "cast_inputs": cast}
+        options["units"] = (Widens.Block,)
         model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
         for _ in range(2):
             loss = model(torch.linspace(-1, 1, 12).view(2, 6)).float().square().sum()
@@ -399,7 +404,8 @@ def test_layers_that_are_given_other_floats_inside_the_model_cast_them(stage: in
             optimizer.scale(loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert set(model.first.seen + model.second.seen) == {torch.float32}
+        table = torch.float32 if cast == "model" else getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+        assert set(model.first.seen + model.second.seen) == {table}
         return {name: p.detach() for name, p in zeroshard.unwrap(model).named_parameters()}
 
     found = run_threads(2, body)
@@ -412,6 +418,69 @@ def test_layers_that_are_given_other_floats_inside_the_model_cast_them(stage: in
     for values in found:
         wanted = {name: p.detach() for name, p in plain.named_parameters()}
         torch.testing.assert_close(values, wanted, rtol=0, atol=1e-3)
+
+
+class Timed(nn.Module):
+    """Makes fp32 features and a table in its forward, and passes them to blocks that use no layers of torch's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gain = nn.Parameter(torch.randn(6, 6) / 3), nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor, *, more: dict[str, Any]) -> torch.Tensor:
+            return (
+                x + nn.functional.linear(x * more["table"], self.weight) * self.gain + more["features"][0] * self.gain
+            )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 6))
+        self.blocks = nn.ModuleList(Timed.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.time(torch.linspace(0.1, 1.3, 4).sin())
+        more = {"features": (features.float() / 3, torch.arange(3)), "table": torch.linspace(0, 1, 6).cos()}
+        for block in self.blocks:
+            x = block(x.float(), more=more)
+        return x
+
+
+def timed_losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = model(torch.linspace(-1, 1 + step + rank, 12).view(2, 6)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def beside_fsdp2(rank: int) -> None:
+    model: Any = timed()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model.time, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    wanted = timed_losses(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    weights = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    for stage in (0, 3):
+        ours: Any = timed()
+        options: dict[str, Any] = {"stage": stage, "precision": "bf16", "reduce_dtype": "fp32"}
+        options["units"] = (Timed.Block, "time")
+        ours, optimizer = zeroshard.shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), **options)
+        assert timed_losses(ours, optimizer, rank) == wanted
+        for name, value in zeroshard.state_dict(ours, None).items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7)
+
+
+def timed() -> nn.Module:
+    with seeded(3):
+        return Timed()
+
+
+def test_blocks_get_their_inputs_as_from_fsdp2() -> None:
+    run_processes(2, beside_fsdp2)
 
 
 # -------------------------------------------------------------------------------------------------- several dtypes

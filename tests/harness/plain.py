@@ -65,7 +65,7 @@ class Lamb(torch.optim.Optimizer):
                 if not state:
                     state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p), norms=[])
                 state["step"] += 1
-                state["norms"] = [*state["norms"][-1:], p.norm() * torch.ones(2)]
+                state["norms"] = [*state["norms"][-1:], p.norm() * torch.ones(2, device=p.device)]
                 m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.02)
                 update = m / (v.sqrt() + 1e-2) + 0.01 * p
                 p.sub_(update * (group["lr"] * (p.norm() + 0.1) / (update.norm() + 0.1)))

@@ -57,6 +57,7 @@ def routed(rank: int, stage: int) -> tuple[Routing | None, str]:
     return report.routing, str(report)
 
 
+@pytest.mark.usefixtures("tried_once")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_report_says_who_updates_what(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "zeroshard")

@@ -91,7 +91,7 @@ class HostStaging:
     """A host staging buffer for snapshots, reused by later saves."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: PinnedBuffer | None = None
 
     @property
@@ -102,8 +102,8 @@ class HostStaging:
         """Return a buffer of at least ``nbytes`` bytes; reuse the current one if it is large enough."""
         if self._buffer.numel() < nbytes:
             # unpin and free the old buffer first, so that there are never two
-            self._pinned, self._buffer = None, torch.empty(0)
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._pinned, self._buffer = None, torch.empty(0, device="cpu")
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._buffer
 
     def pin(self, workers: CheckpointWorkers) -> None:

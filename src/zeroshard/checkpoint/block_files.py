@@ -107,7 +107,8 @@ class BlockWriter:
         self._path, self._workers = path, workers
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._free_buffers = [
-            torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(BLOCKS_IN_FLIGHT)
+            torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+            for _ in range(BLOCKS_IN_FLIGHT)
         ]
         self._in_flight: deque[tuple[torch.Tensor, Future[int]]] = deque()  # buffer, and the write of it
         self._buffer = self._free_buffers.pop()
@@ -175,7 +176,7 @@ class BlockReader:
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self._path, self._record = path, record
-        self._last_number, self._last_block = -1, torch.empty(0, dtype=torch.uint8)
+        self._last_number, self._last_block = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
         except OSError as error:
@@ -194,7 +195,7 @@ class BlockReader:
             yield pending.popleft() * BLOCK_BYTES, block
         in_flight: deque[tuple[int, torch.Tensor, Future[int]]] = deque()
         free_buffers = [
-            torch.empty(min(BLOCK_BYTES, self._record.nbytes), dtype=torch.uint8)
+            torch.empty(min(BLOCK_BYTES, self._record.nbytes), dtype=torch.uint8, device="cpu")
             for _ in range(min(BLOCKS_IN_FLIGHT, len(pending)))
         ]
         while pending or in_flight:

@@ -67,7 +67,7 @@ def export(
         names = [f"model/{entry.name}" for entry in entries]
         files = {shard.file_number for name in names for shard in reader.index.tensors[name].shards}
         reader.index.check_file_sizes(reader.path, sorted(files))  # before memory is allocated for their tensors
-        buffer = torch.empty(max((entry.nbytes for entry in entries), default=0), dtype=torch.uint8)
+        buffer = torch.empty(max((entry.nbytes for entry in entries), default=0), dtype=torch.uint8, device="cpu")
         dtypes = {entry.name: entry.dtype for entry in entries}
 
         def fetch(name: str) -> torch.Tensor:

@@ -168,7 +168,7 @@ def _decode_scalar(number: float, dtype_name: Any) -> torch.Tensor:
     dtype = parse_dtype(dtype_name)
     if isinstance(number, float) and not dtype.is_floating_point:
         raise ValueError(f"{number} is not a {dtype}")
-    return torch.tensor(number, dtype=dtype)
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _decode_array(tensor: torch.Tensor, dtype_name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from zeroshard.checkpoint.json_codec import load_into
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
 from zeroshard.checkpoint.reader import LoadSource, find_source
 from zeroshard.checkpoint.rng_state import set_rng_states
-from zeroshard.checkpoint.train_state import engine_of_model, unwrap_compiled
+from zeroshard.checkpoint.train_state import engine_of_model
+from zeroshard.engine import EMA, unwrap_compiled
+from zeroshard.optim import as_list
 
 
 @dataclass
@@ -45,10 +47,11 @@ class Loaded:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    ema: EMA | None = None,
     extra: Mapping[str, Any] | None = None,
     weights: bool = True,
     strict: bool = True,
@@ -59,8 +62,10 @@ def load(
 
     ``path`` is a checkpoint written by :func:`save` on any number of ranks, at any stage, precision and tensor-parallel
     degree; a directory of checkpoints (the latest is loaded); or weights only: a safetensors file, a Hugging Face
-    directory, or a state dict written by ``torch.save``. Each rank reads its local shards directly into place.
+    directory, or a state dict, written by ``torch.save`` or in memory on every rank. Each rank reads its local shards
+    directly into place.
 
+    - ``ema``: an average of the parameters to load, made by ``zeroshard.EMA(model, …)``; its decay stays its own.
     - ``extra``: objects whose state is restored (a scheduler), under the names they were saved with.
     - ``weights=False``: load the optimizer states without the model.
     - ``strict=False``: skip names that only one side has; :class:`Loaded` lists them. Shapes must still match.
@@ -78,7 +83,8 @@ def load(
     >>> zeroshard.load(tempfile.gettempdir() + "/linear.pt", model).missing
     []
     """
-    if not weights and optimizer is None:
+    optimizers = as_list(optimizer)
+    if not weights and not optimizers:
         raise ValueError("weights=False loads only optimizer states, but no optimizer was given: pass the optimizer")
     wait_for_pending_save()
     model = unwrap_compiled(model)
@@ -88,23 +94,19 @@ def load(
     checkpoint_group = CheckpointGroup.open(engine, "load")
     if engine is not None:
         engine.state_guard.wait_readers()
-    error_prefix = f"{path} cannot be loaded: "
-    # broadcast: `latest` may change between ranks
-    source_path = checkpoint_group.broadcast(checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path))))
-    source = checkpoint_group.run_on_all(
-        error_prefix, lambda: LoadSource.open(source_path, rename, checkpoint_group.rank, checkpoint_group.size)
-    )
+    error_prefix = f"{'the state dict' if isinstance(path, Mapping) else path} cannot be loaded: "
+    source = _open_source(path, rename, checkpoint_group, error_prefix)
 
     def plan() -> LoadMapping:
         if engine is not None and engine.is_running:
             raise CheckpointError("a forward or backward is in progress: load between steps")
-        return map_states(source, model, optimizer, weights, strict)
+        return map_states(source, model, optimizers, ema, weights, strict)
 
     mapping = checkpoint_group.run_on_all(error_prefix, plan)
     extra_data = checkpoint_group.run_on_all(
         error_prefix, lambda: _ExtraData.read(source, checkpoint_group.rank, extra)
     )
-    loaded_kinds = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
+    loaded_kinds = [*(["weights"] if weights else []), *(["optimizer"] if optimizers else [])]
     if engine is not None:
         reason = f"the load of {source.path} failed before its end: load a complete checkpoint"
         engine.state_guard.invalid_states |= dict.fromkeys(loaded_kinds, reason)
@@ -115,12 +117,27 @@ def load(
     if engine is not None:
         for kind in loaded_kinds:
             del engine.state_guard.invalid_states[kind]
-    if (optimizer is not None if random is None else random) and extra_data.rng_states is not None:
+    if (bool(optimizers) if random is None else random) and extra_data.rng_states is not None:
         set_rng_states(extra_data.rng_states)
     checkpoint_group.run_on_all(
         "the objects in extra cannot be restored: ", lambda: load_into(dict(extra or {}), extra_data.extra)
     )
     return Loaded(source.path, extra_data.extra, extra_data.rank_extra, mapping.missing, mapping.unexpected)
+
+
+def _open_source(
+    path: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    rename: Callable[[str], str] | None,
+    checkpoint_group: CheckpointGroup,
+    error_prefix: str,
+) -> LoadSource:
+    if isinstance(path, Mapping):
+        return checkpoint_group.run_on_all(error_prefix, lambda: LoadSource.from_state_dict(path, rename))
+    # broadcast: `latest` may change between ranks
+    source_path = checkpoint_group.broadcast(checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path))))
+    return checkpoint_group.run_on_all(
+        error_prefix, lambda: LoadSource.open(source_path, rename, checkpoint_group.rank, checkpoint_group.size)
+    )
 
 
 @dataclass

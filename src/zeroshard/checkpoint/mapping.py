@@ -23,6 +23,7 @@ from zeroshard.checkpoint.train_state import (
     persistent_buffers,
     tied_names,
 )
+from zeroshard.engine import EMA
 from zeroshard.optim import ShardedOptimizer, is_elementwise, state_after_first_step
 
 _REMEDY = "Load an earlier checkpoint, or use load(path, model) to load only the weights"
@@ -34,7 +35,7 @@ class LoadMapping:
     """Which tensors of a source are loaded into which tensors of a model and its optimizer."""
 
     train_state: TrainState
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Sequence[torch.optim.Optimizer]
     weights: list[LoadTarget] = field(default_factory=list)
     param_groups: list[NamedParamGroup] | None = None
     optimizer_states: dict[str, dict[str, Any]] | None = None  # by parameter name; None: not loaded
@@ -49,21 +50,29 @@ class LoadMapping:
         if self.param_groups is not None:
             self.train_state.set_options(self.param_groups)
         self.train_state.allocate_optimizer_states(self.optimizer_states)
-        if self.loss_scale is not None and isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.load_loss_scale(self.loss_scale)
+        for optimizer in self.optimizers:
+            if self.loss_scale is not None and isinstance(optimizer, ShardedOptimizer):
+                optimizer.load_loss_scale(self.loss_scale)
         states = self.train_state.optimizer_states()
         return [*self.weights, *(LoadTarget(f"optimizer/{name}", local) for name, local in states.items())]
 
 
 def map_states(
-    source: LoadSource, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
+    source: LoadSource,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    ema: EMA | None,
+    weights: bool,
+    strict: bool,
 ) -> LoadMapping:
-    """Map the source to the model and optimizer; raise an error that lists every mismatch."""
-    mapping = LoadMapping(get_train_state(model, optimizer), optimizer)
+    """Map the source to the model and optimizers; raise an error that lists every mismatch."""
+    mapping = LoadMapping(get_train_state(model, optimizers), optimizers)
     if weights:
         _map_weights(mapping, source, model)
-    if optimizer is not None:
-        _map_optimizer_states(mapping, source, optimizer, strict)
+    if ema is not None:
+        _map_averages(mapping, source, model, ema, strict)
+    if optimizers:
+        _map_optimizer_states(mapping, source, strict)
     if strict and (mapping.missing or mapping.unexpected):
         problems = [f"not in the file: {', '.join(mapping.missing)}"] if mapping.missing else []
         problems += [f"only in the file: {', '.join(mapping.unexpected)}"] if mapping.unexpected else []
@@ -82,9 +91,7 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
     known = {*local_tensors, *ties}
     problems = []
     for name, local in local_tensors.items():
-        # saved under its own name, or under one it is, or was, tied to
-        candidates = [name, source.index.ties.get(name), *(alias for alias, first in ties.items() if first == name)]
-        saved_name = next((candidate for candidate in candidates if candidate in saved), None)
+        saved_name = _saved_name(name, source, ties, saved)
         if saved_name is not None:
             known.add(saved_name)
             problems += _mismatches(name, saved[saved_name], local.shape, local.dtype)
@@ -93,6 +100,32 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
             mapping.missing.append(name)
     mapping.unexpected += [name for name in saved if name not in known]
     _raise_mismatches(source, problems)
+
+
+def _map_averages(mapping: LoadMapping, source: LoadSource, model: nn.Module, ema: EMA, strict: bool) -> None:
+    saved, ties, known = source.index.tensors_of_kind("ema"), tied_names(model), set()
+    if strict and not saved:
+        raise CheckpointError(
+            f"{source.path} contains no EMA: it was saved without ema=. Load it without ema, then make the EMA, which "
+            "starts with the loaded weights"
+        )
+    problems = []
+    for name, local in mapping.train_state.averages(ema).items():
+        saved_name = _saved_name(name, source, ties, saved)
+        if saved_name is None:
+            mapping.missing.append(f"{name} (EMA)")
+            continue
+        known.add(saved_name)
+        problems += _mismatches(f"{name} (EMA)", saved[saved_name], local.shape, local.dtype)
+        mapping.weights.append(LoadTarget(f"ema/{saved_name}", local))
+    mapping.unexpected += [f"{name} (EMA)" for name in saved if name not in known]
+    _raise_mismatches(source, problems)
+
+
+def _saved_name(name: str, source: LoadSource, ties: Mapping[str, str], saved: Mapping[str, TensorEntry]) -> str | None:
+    """Return the name a parameter is saved under: its own, or one it is, or was, tied to."""
+    candidates = [name, source.index.ties.get(name), *(alias for alias, first in ties.items() if first == name)]
+    return next((candidate for candidate in candidates if candidate in saved), None)
 
 
 def _mismatches(name: str, saved: TensorEntry, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
@@ -109,24 +142,32 @@ def _raise_mismatches(source: LoadSource, problems: list[str]) -> None:
         raise CheckpointError(f"{source.path} does not match the model: {'; '.join(problems)}")
 
 
-def _map_optimizer_states(
-    mapping: LoadMapping, source: LoadSource, optimizer: torch.optim.Optimizer, strict: bool
-) -> None:
+def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool) -> None:
     if source.index.optimizer is None:
         raise CheckpointError(
             f"{source.path} contains no optimizer states: use load(path, model) to load only the weights"
         )
-    saved, optimizer_class = source.index.optimizer, type(getattr(optimizer, "inner", optimizer)).__name__
-    if strict and saved["class"] != optimizer_class:
+    # by parameter: one optimizer with two groups may become two of its class, with a group each
+    saved, saved_classes = source.index.optimizer, _classes_by_name(source)
+    current_groups = mapping.train_state.param_groups()
+    current_classes = {
+        name: type(inner).__name__
+        for group, inner in zip(current_groups, mapping.train_state.group_optimizers, strict=True)
+        for name in group.names
+    }
+    common = saved_classes.keys() & current_classes.keys()
+    same_classes = all(saved_classes[name] == current_classes[name] for name in common)
+    optimizer_class = " + ".join(type(getattr(each, "inner", each)).__name__ for each in mapping.optimizers)
+    if strict and not (same_classes if common else saved["class"] == optimizer_class):
         raise CheckpointError(
             f"{source.path} was saved with the optimizer {saved['class']}, expected {optimizer_class}: use "
             "load(path, model) to load only the weights"
         )
     # only these have states with the same meaning
-    if saved["class"] != optimizer_class and not {saved["class"], optimizer_class} <= {"Adam", "AdamW"}:
+    pairs = {frozenset((saved_classes[name], current_classes[name])) for name in common}
+    if not all(len(pair) == 1 or pair <= {"Adam", "AdamW"} for pair in pairs):
         mapping.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
         return
-    current_groups = mapping.train_state.param_groups()
     options = source.decode([group["options"] for group in saved["groups"]])
     saved_groups = [
         NamedParamGroup(group["names"], group_options)
@@ -135,7 +176,7 @@ def _map_optimizer_states(
     current_names = [name for group in current_groups for name in group.names]
     saved_names = [name for group in saved_groups for name in group.names]
     same_groups = [set(group.names) for group in saved_groups] == [set(group.names) for group in current_groups]
-    if same_groups and saved["class"] == optimizer_class:
+    if same_groups and same_classes:
         mapping.param_groups = saved_groups
         for number, (saved_group, current_group) in enumerate(zip(saved_groups, current_groups, strict=True)):
             _check_options(f"{source.path}: group {number}", saved_group.options, current_group.options)
@@ -147,15 +188,18 @@ def _map_optimizer_states(
         )
     mapping.missing += [f"{name} (optimizer)" for name in current_names if name not in set(saved_names)]
     mapping.unexpected += [f"{name} (optimizer)" for name in saved_names if name not in set(current_names)]
-    mapping.optimizer_states = _map_param_states(mapping, source, optimizer, current_groups)
+    mapping.optimizer_states = _map_param_states(mapping, source, current_groups)
     mapping.loss_scale = saved["loss_scale"]
 
 
+def _classes_by_name(source: LoadSource) -> dict[str, str]:
+    """Return the class of the saved optimizer of each parameter."""
+    saved = source.index.optimizer or {"class": "", "groups": []}
+    return {name: group.get("class", saved["class"]) for group in saved["groups"] for name in group["names"]}
+
+
 def _map_param_states(
-    mapping: LoadMapping,
-    source: LoadSource,
-    optimizer: torch.optim.Optimizer,
-    current_groups: list[NamedParamGroup],
+    mapping: LoadMapping, source: LoadSource, current_groups: list[NamedParamGroup]
 ) -> dict[str, dict[str, Any]]:
     """Return the saved states of each parameter: the dtypes of elementwise states, and the scalars."""
     assert source.index.optimizer is not None
@@ -172,14 +216,17 @@ def _map_param_states(
     for parameter, values in source.decode(scalars).items():
         _check_scalars(f"{source.path}: {parameter}", values, param_states[parameter], shapes[parameter])
         param_states[parameter] |= values
-    probe = _OptimizerProbe(getattr(optimizer, "inner", optimizer))
-    for group in mapping.param_groups or current_groups:
+    probes = {inner: _OptimizerProbe(inner) for inner in mapping.train_state.group_optimizers}
+    groups = zip(mapping.param_groups or current_groups, mapping.train_state.group_optimizers, strict=True)
+    for group, probe in [(group, probes[inner]) for group, inner in groups]:
         for parameter in group.names:
             if param_states[parameter]:
                 where = f"{source.path}: {parameter}"
                 probe.check_state(where, group.options, shapes[parameter], param_states[parameter])
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.check_loadable(param_states)
+    for optimizer in mapping.optimizers:
+        if isinstance(optimizer, ShardedOptimizer):
+            names = {name for group in optimizer.group_param_names for name in group}
+            optimizer.check_loadable({name: state for name, state in param_states.items() if name in names})
     return param_states
 
 

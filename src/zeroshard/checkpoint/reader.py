@@ -116,7 +116,7 @@ class CheckpointReader:
         dtype = dtype or saved.dtype
         if buffer is None:  # check sizes before allocating
             self.index.check_file_sizes(self.path, {shard.file_number for shard in saved.shards})
-            buffer = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8)
+            buffer = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
         flat = buffer[: saved.numel * dtype.itemsize].view(dtype)
         for number, ranges in _ranges_by_file([(saved, [(Range(0, saved.numel), flat)])]):
             read_ranges(self._open_file(number), ranges, self._workers)
@@ -137,7 +137,7 @@ class CheckpointReader:
         self._read_shards(in_order)
 
     def _load_reordered(self, saved: TensorEntry, local: LocalTensor) -> None:
-        flat = torch.empty(saved.numel, dtype=saved.dtype)
+        flat = torch.empty(saved.numel, dtype=saved.dtype, device="cpu")
         self._read_shards([(saved, [(Range(0, saved.numel), flat)])])
         local.copy_from(saved.element_order.unflatten(flat, saved.shape))
 
@@ -193,16 +193,26 @@ class LoadSource:
         Also compare the files' headers with the index; each of the ``world_size`` ranks checks some of them.
         """
         if _is_external_weights(path):
-            weights = _open_external_weights(path, rename)
-            tensors = {}
-            for name, tensor in weights.items():
-                row_major = ElementOrder(tuple(range(tensor.dim())))
-                tensors[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, row_major)
-            return cls(path, CheckpointIndex(tensors=tensors), weights)
+            return cls._from_weights(path, _open_external_weights(path, rename))
         index = CheckpointIndex.read(path)
         index.check_file_sizes(path, range(len(index.files)))
         index.check_file_headers(path, range(rank, len(index.files), world_size))
         return cls(path, index)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, torch.Tensor], rename: Callable[[str], str] | None) -> LoadSource:
+        """Use a state dict in memory as external weights."""
+        path = Path("the state dict")
+        _check_dense(path, state_dict)
+        return cls._from_weights(path, _rename(path, dict(state_dict), rename))
+
+    @classmethod
+    def _from_weights(cls, path: Path, weights: Mapping[str, torch.Tensor]) -> LoadSource:
+        tensors = {}
+        for name, tensor in weights.items():
+            row_major = ElementOrder(tuple(range(tensor.dim())))
+            tensors[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, row_major)
+        return cls(path, CheckpointIndex(tensors=tensors), weights)
 
     def decode(self, value: Any) -> Any:
         """Decode JSON-encoded data of a checkpoint, and read the tensors in it."""
@@ -239,6 +249,12 @@ def _open_external_weights(path: Path, rename: Callable[[str], str] | None) -> d
         tensors = dict((_open_pickled(path) if is_pickled else SafetensorsWeights(path)).items())
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(str(error)) from error
+    return _rename(path, tensors, rename)
+
+
+def _rename(
+    path: Path, tensors: dict[str, torch.Tensor], rename: Callable[[str], str] | None
+) -> dict[str, torch.Tensor]:
     if rename is None:
         return tensors
     renamed = {rename(name): tensor for name, tensor in tensors.items()}
@@ -261,8 +277,14 @@ def _open_pickled(path: Path) -> Mapping[str, torch.Tensor]:
             f"{path} contains {kind}, expected a state dict of tensors by name: save only the state dict, "
             "torch.save(model.state_dict(), path)"
         )
-    for name, tensor in loaded.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+    _check_dense(path, loaded)
+    return loaded
+
+
+def _check_dense(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(tensor).__name__}, expected a tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
             raise CheckpointError(f"{path}: {name} is {kind}, expected a dense tensor with values: save it as one")
-    return loaded

@@ -78,7 +78,7 @@ def set_rng_states(states: dict[str, torch.Tensor], is_trial: bool = False) -> N
 def _to_tensor(words: Iterable[int], gauss: float | None) -> torch.Tensor:
     """Return a state of the Mersenne twister: its words, whether it has a cached normal number, and that one's bits."""
     bits = 0 if gauss is None else struct.unpack("<q", struct.pack("<d", gauss))[0]
-    return torch.tensor([*map(int, words), int(gauss is not None), bits], dtype=torch.int64)
+    return torch.tensor([*map(int, words), int(gauss is not None), bits], dtype=torch.int64, device="cpu")
 
 
 def _from_tensor(state: torch.Tensor) -> tuple[list[int], float | None]:

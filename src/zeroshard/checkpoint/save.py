@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,10 @@ from zeroshard.checkpoint.train_state import (
     get_train_state,
     persistent_buffers,
     tied_names,
-    unwrap_compiled,
 )
 from zeroshard.checkpoint.writer import RankPayload, write_checkpoint
-from zeroshard.engine import Engine
-from zeroshard.optim import ShardedOptimizer
+from zeroshard.engine import EMA, Engine, unwrap_compiled
+from zeroshard.optim import ShardedOptimizer, as_list
 
 _staging_buffers = HostStaging(), HostStaging()  # for tensors copied immediately, and for deferred copies
 
@@ -36,8 +36,9 @@ _staging_buffers = HostStaging(), HostStaging()  # for tensors copied immediatel
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    ema: EMA | None = None,
     extra: Mapping[str, Any] | None = None,
     rank_extra: Any = None,
     weights: bool = True,
@@ -52,6 +53,9 @@ def save(
     optimizer states, the fp16 loss scale and each rank's RNG states, in safetensors files and one JSON file. The JSON
     file is written last, so a save is atomic. The file ``latest`` next to the checkpoint then names it.
 
+    If the model has several optimizers, pass them in a list, and pass the same list to :func:`load`.
+
+    - ``ema``: an average of the parameters, saved with them.
     - ``extra``: JSON-encodable data (a step, a data position) and objects with ``state_dict()`` (schedulers). The first
       rank's value is saved.
     - ``rank_extra``: the same kind of data, saved for each rank.
@@ -74,7 +78,8 @@ def save(
     """
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}, expected a number of checkpoints of at least 1, or None to keep all")
-    if not weights and optimizer is None:
+    optimizers = as_list(optimizer)
+    if not weights and not optimizers:
         raise ValueError("weights=False saves only optimizer states, but no optimizer was given: pass the optimizer")
     directory = Path(path).absolute()
     model = unwrap_compiled(model)
@@ -85,8 +90,9 @@ def save(
 
     def prepare() -> tuple[RankPayload, Snapshot | None]:
         if engine is not None:
-            _check_can_save(engine)
-        payload = _PayloadBuilder(model, optimizer, checkpoint_group).build(extra, rank_extra, weights, frozen)
+            _check_can_save(engine, not optimizers and ema is None)
+        _warn_of_unsaved_grads(optimizers)
+        payload = _PayloadBuilder(model, optimizers, checkpoint_group, ema).build(extra, rank_extra, weights, frozen)
         if wait:
             return payload, None
         snapshot = Snapshot(payload.tensors, _staging_buffers, workers)
@@ -119,7 +125,12 @@ def save(
     return handle
 
 
-def _check_can_save(engine: Engine) -> None:
+def _check_can_save(engine: Engine, is_weights_only: bool) -> None:
+    if engine.state_guard.has_averages and not is_weights_only:
+        raise CheckpointError(
+            "the model has the averages of its parameters inside `with ema.swapped():`: leave the block to save the "
+            "training states, or save the averages as weights, without the optimizer and the EMA"
+        )
     for reason in engine.state_guard.invalid_states.values():
         raise CheckpointError(reason)
     if engine.is_running:
@@ -131,15 +142,30 @@ def _check_can_save(engine: Engine) -> None:
         )
 
 
+def _warn_of_unsaved_grads(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn if one of several optimizers has not been stepped with its gradients: a GAN clears them, others add more."""
+    for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.has_accumulated_grads():
+            warnings.warn(
+                f"optimizer {number} ({type(optimizer.inner).__name__}) has gradients of backwards since its last "
+                "step, and a checkpoint contains none: if it accumulates them, save after its step",
+                stacklevel=2,
+            )
+
+
 class _PayloadBuilder:
     """Collects the tensors and data that this rank writes."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_group: CheckpointGroup
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        checkpoint_group: CheckpointGroup,
+        ema: EMA | None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers, self._ema = model, optimizers, ema
         self._engine = engine_of_model(model)
-        self._train_state = get_train_state(model, optimizer)
+        self._train_state = get_train_state(model, optimizers)
         self._rank = checkpoint_group.rank
         self._replica_rank, self._replica_count = checkpoint_group.rank, checkpoint_group.size
         if self._engine is not None:  # the data-parallel ranks that hold the same shards
@@ -175,6 +201,8 @@ class _PayloadBuilder:
             trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
             parameters = self._train_state.parameters()
             tensors |= {f"model/{name}": local for name, local in parameters.items() if frozen or name in trained}
+        if self._ema is not None:
+            tensors |= {f"ema/{name}": local for name, local in self._train_state.averages(self._ema).items()}
         return tensors | {f"optimizer/{name}": local for name, local in self._train_state.optimizer_states().items()}
 
     def _assign_replica_writers(self, tensors: dict[str, LocalTensor]) -> None:
@@ -202,16 +230,20 @@ class _PayloadBuilder:
         }
 
     def _optimizer_fields(self) -> dict[str, Any] | None:
-        optimizer = self._optimizer
-        if optimizer is None:
+        if not self._optimizers:
             return None
+        groups: list[dict[str, Any]] = [
+            {"names": group.names, "options": self._encode(group.options, f"groups[{number}]")}
+            for number, group in enumerate(self._train_state.param_groups())
+        ]
+        if len(self._optimizers) > 1:
+            for group, optimizer in zip(groups, self._train_state.group_optimizers, strict=True):
+                group["class"] = type(optimizer).__name__
+        first = self._optimizers[0]  # several share the loss scale
         return {
-            "class": type(getattr(optimizer, "inner", optimizer)).__name__,
-            "groups": [
-                {"names": group.names, "options": self._encode(group.options, f"groups[{number}]")}
-                for number, group in enumerate(self._train_state.param_groups())
-            ],
-            "loss_scale": optimizer.loss_scale_state() if isinstance(optimizer, ShardedOptimizer) else None,
+            "class": " + ".join(type(getattr(each, "inner", each)).__name__ for each in self._optimizers),
+            "groups": groups,
+            "loss_scale": first.loss_scale_state() if isinstance(first, ShardedOptimizer) else None,
         }
 
     def _encode(self, value: Any, path: str) -> Any:

@@ -22,7 +22,7 @@ from zeroshard.checkpoint.rng_state import RNG_STATE_SPECS
 from zeroshard.utils.atomic_file import is_file_name
 from zeroshard.utils.safetensors_files import DTYPE_NAMES
 
-TENSOR_KINDS = ("model", "optimizer", "other")
+TENSOR_KINDS = ("model", "optimizer", "ema", "other")
 MAX_ELEMENTS = 2**62
 MAX_DIMS = 64
 DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -184,6 +184,7 @@ def _check_optimizer(optimizer: Any, tensors: Mapping[str, Any]) -> None:
         entry = f"optimizer.groups[{number}]"
         _check_keys(group, entry, "names", "options")
         _check(_is_list_of_names(group["names"]), f"{entry}.names", "a list of parameter names", group["names"])
+        _check(isinstance(group.get("class", ""), str), f"{entry}.class", "a name", group.get("class"))
         for name in group["names"]:
             _check(name not in seen, f"{entry}.names", "each parameter in one group, once", name)
             seen.add(name)

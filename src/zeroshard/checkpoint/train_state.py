@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.checkpoint.flat_shards import ElementOrder, LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
-from zeroshard.engine import Engine, param_info
-from zeroshard.optim import ShardedOptimizer, allocate_state, is_elementwise
+from zeroshard.engine import EMA, Engine, param_info
+from zeroshard.optim import ShardedOptimizer, StateDtypes, allocate_state, is_elementwise
 
 # param group options that select an implementation and do not change the result: a load keeps the current ones
 IMPLEMENTATION_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -29,10 +29,13 @@ class NamedParamGroup:
 
 
 class TrainState(ABC):
-    """The training states of a model and, if given, its optimizer."""
+    """The training states of a model and, if given, its optimizers."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._groups: list[dict[str, Any]] = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.group_optimizers = [  # the user's own optimizer of each group
+            getattr(optimizer, "inner", optimizer) for optimizer in optimizers for _ in optimizer.param_groups
+        ]
 
     @abstractmethod
     def parameters(self) -> dict[str, LocalTensor]:
@@ -57,6 +60,10 @@ class TrainState(ABC):
     def sync_loaded_parameters(self) -> None:  # noqa: B027 - an unsharded model needs nothing
         """Apply the values that a load wrote into the tensors of :meth:`parameters`."""
 
+    def averages(self, ema: EMA) -> dict[str, LocalTensor]:
+        """Return the averages of an EMA by the names of their parameters; raise if it is of another model."""
+        raise CheckpointError("an EMA belongs to a sharded model, and this one is not: pass what shard() returned")
+
     def param_groups(self) -> list[NamedParamGroup]:
         """Return the optimizer's param groups."""
         return [
@@ -72,7 +79,7 @@ class TrainState(ABC):
                     continue
                 current = group.get(key)  # keep its type: a tensor lr stays a tensor on its device, a float a float
                 if isinstance(current, torch.Tensor):
-                    value = torch.as_tensor(value).to(current.device, current.dtype)
+                    value = torch.as_tensor(value, device=current.device).to(current.dtype)
                 elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
                     value = value.item()
                 group[key] = value
@@ -81,9 +88,9 @@ class TrainState(ABC):
 class ShardedTrainState(TrainState):
     """The training states of a sharded model."""
 
-    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
-        super().__init__(optimizer)
-        self._engine, self._optimizer = engine, optimizer
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        super().__init__(optimizers)
+        self._engine, self._optimizers = engine, optimizers
         self._flat_params = [flat for unit in engine.units for flat in unit.flats]
         self._specs: dict[str, tuple[tuple[int, ...], ElementOrder]] = {}  # full shape and element order
         self._tp_starts: dict[str, int] = {}  # first element of this rank's TP shard in the flattened parameter
@@ -110,13 +117,25 @@ class ShardedTrainState(TrainState):
                 tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
         return tensors
 
+    def averages(self, ema: EMA) -> dict[str, LocalTensor]:
+        """Return the averages of an EMA by the names of their parameters."""
+        if not ema.is_of(self._engine):
+            raise CheckpointError("the EMA is of another model: make it with zeroshard.EMA(model, …) after shard()")
+        tensors: dict[str, LocalTensor] = {}
+        for flat, average in ema.flat_averages():
+            for name in flat.names:
+                tensors[name] = self._local_tensor(name, average.dtype, is_stable=False)
+            for index, element_range, values in flat.owned_slices(average):
+                name = flat.names[index]
+                tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
+        return tensors
+
     def optimizer_states(self) -> dict[str, LocalTensor]:
         self._engine.state_guard.wait_updates()
         tensors: dict[str, LocalTensor] = {}
-        if self._optimizer is None:
-            return tensors
-        full_names = self._optimizer.tp_whole_names
-        for name, key, element_range, values in self._optimizer.local_states():
+        full_names = {name for optimizer in self._optimizers for name in optimizer.tp_whole_names}
+        local_states = (state for optimizer in self._optimizers for state in optimizer.local_states())
+        for name, key, element_range, values in local_states:
             if name in full_names:
                 shape, _ = self._specs[name]
                 local = tensors[f"{name}/{key}"] = LocalTensor.from_full_tensor(name, values.view(shape))
@@ -132,14 +151,15 @@ class ShardedTrainState(TrainState):
         return LocalTensor(shape, dtype, element_order, is_stable_until_step=is_stable)
 
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        return {} if self._optimizer is None else self._optimizer.local_scalars()
+        return {name: scalars for optimizer in self._optimizers for name, scalars in optimizer.local_scalars().items()}
 
     def _group_names(self) -> list[list[str]]:
-        return [] if self._optimizer is None else [list(names) for names in self._optimizer.group_param_names]
+        return [list(names) for optimizer in self._optimizers for names in optimizer.group_param_names]
 
     def allocate_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        if self._optimizer is not None:
-            self._optimizer.allocate_states(states)
+        for optimizer in self._optimizers:
+            names = [name for group in optimizer.group_param_names for name in group]
+            optimizer.allocate_states({name: states[name] for name in names if name in states})
 
     def sync_loaded_parameters(self) -> None:
         """Update the compute parameters from the master weights."""
@@ -149,11 +169,11 @@ class ShardedTrainState(TrainState):
 class PlainTrainState(TrainState):
     """The training states of an unsharded model."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__(optimizer)
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(optimizers)
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._states: dict[torch.Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
+        self._optimizers = optimizers
         if any(id(parameter) not in self._names for group in self._groups for parameter in group["params"]):
             raise CheckpointError(
                 "the optimizer has parameters that are not in this model: pass the model it was created for"
@@ -164,7 +184,7 @@ class PlainTrainState(TrainState):
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
         tensors: dict[str, LocalTensor] = {}
-        for parameter, state in self._states.items():
+        for parameter, state in self._states():
             for key, value in state.items():
                 if is_elementwise(key, value, parameter.shape):
                     name = f"{self._names[id(parameter)]}/{key}"
@@ -176,26 +196,26 @@ class PlainTrainState(TrainState):
             self._names[id(parameter)]: {
                 key: value for key, value in state.items() if not is_elementwise(key, value, parameter.shape)
             }
-            for parameter, state in self._states.items()
+            for parameter, state in self._states()
             if state
         }
+
+    def _states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        return (pair for optimizer in self._optimizers for pair in optimizer.state.items())
 
     def _group_names(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._groups]
 
     def allocate_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        self._states.clear()
-        for group in self._groups:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        owners = [(optimizer, StateDtypes(optimizer)) for optimizer in self._optimizers for _ in optimizer.param_groups]
+        for group, (optimizer, dtypes) in zip(self._groups, owners, strict=True):
             on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 for key, value in states.get(self._names[id(parameter)], {}).items():
-                    self._states[parameter][key] = allocate_state(key, value, parameter, on_device)
-
-
-def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+                    found = dtypes.resolve(key, value, parameter, group)
+                    optimizer.state[parameter][key] = allocate_state(key, found, parameter, on_device)
 
 
 def engine_of_model(model: nn.Module) -> Engine | None:
@@ -205,18 +225,21 @@ def engine_of_model(model: nn.Module) -> Engine | None:
     return engine
 
 
-def get_train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainState:
-    """Return the states of a model and its optimizer; raise if the two do not belong together."""
+def get_train_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrainState:
+    """Return the states of a model and its optimizers; raise if they do not belong together."""
     engine = engine_of_model(model)
+    sharded = [optimizer for optimizer in optimizers if isinstance(optimizer, ShardedOptimizer)]
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise CheckpointError("the same optimizer is given twice: pass each optimizer of the model once")
     if engine is not None:
-        if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        if len(sharded) < len(optimizers):
             raise CheckpointError(
                 "the model is sharded but the optimizer is not: pass the optimizer that shard() returned"
             )
-        return ShardedTrainState(engine, optimizer)
+        return ShardedTrainState(engine, sharded)
     if any(param_info(parameter) is not None for parameter in model.parameters()):
         raise CheckpointError(f"this {type(model).__name__} is a part of a sharded model: pass the whole model")
-    if isinstance(optimizer, ShardedOptimizer):
+    if sharded:
         raise CheckpointError("the optimizer is sharded but the model is not: pass the model that shard() returned")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -224,7 +247,7 @@ def get_train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
                 f"{name!r} is a DTensor, but this {type(model).__name__} is not sharded by zeroshard: pass it to "
                 "shard() with a mesh whose last axis is the tensor axis, then save and load what shard() returns"
             )
-    return PlainTrainState(model, optimizer)
+    return PlainTrainState(model, optimizers)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -70,7 +70,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "bytes": sum(record.nbytes for record in index.files),
         "bytes_by_kind": {
             kind: sum(saved.nbytes for saved in index.tensors_of_kind(kind).values())
-            for kind in ("model", "optimizer", "other")
+            for kind in ("model", "optimizer", "ema", "other")
         },
         "parameters": {
             kind: sum(row["numel"] or 0 for row in tensors if row["kind"] == kind) for kind in ("trained", "frozen")

@@ -255,6 +255,8 @@ class RankRecorder:
 
     def _shard_model(self, shard_model: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Shard a model and begin its record."""
+        if args and isinstance(args[0], (list, tuple)):
+            raise ValueError(f"zeroshard rehearse checks a model with one optimizer, got a list of {len(args[0])}")
         start = _checksum_weights(model) if isinstance(model, nn.Module) else None
         self._is_sharding = True
         try:

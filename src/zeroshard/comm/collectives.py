@@ -64,8 +64,13 @@ class CollectiveCounters:
             traffic.count += 1
             traffic.bytes += nbytes
 
-    def end_step(self) -> None:
-        self.last_step, self.current_step = self.current_step, {}
+    def end_step(self, continues_last: bool = False) -> None:
+        """End a step. ``continues_last``: of another optimizer, and its traffic belongs to the step before."""
+        ended, self.current_step = self.current_step, {}
+        for kind, traffic in ended.items() if continues_last else ():
+            known = self.last_step.setdefault(kind, Traffic())
+            known.count, known.bytes = known.count + traffic.count, known.bytes + traffic.bytes
+        self.last_step = self.last_step if continues_last else ended
 
 
 class Communicator:
@@ -93,6 +98,11 @@ class Communicator:
         self.counters = CollectiveCounters()
         backend = group_backend(inner.group, device)
         self._is_host_blocking = backend == "gloo"
+        # NCCL divides each rank's gradient when it reads it, as DDP does, and no kernel has to divide the sum. That is
+        # less exact in 16 bits, unless the number of ranks is a power of two; in fp16, small gradients would be lost.
+        is_power_of_two = self.data_parallel_size & (self.data_parallel_size - 1) == 0
+        averaged = (torch.float32, torch.bfloat16) if is_power_of_two else (torch.float32,)
+        self.averaged_dtypes = averaged if backend == "nccl" else ()  # gradients of the others are added up
         self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
         outer = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
         if backend in ("nccl", "gloo") and consistency.is_distributed:
@@ -132,7 +142,7 @@ class Communicator:
     def reduce_scatter(
         self, shard: torch.Tensor, packed: torch.Tensor, what: str, received: torch.Tensor | None = None
     ) -> CollectiveWork:
-        """Sum ``packed`` over the ranks and store this rank's part in ``shard``.
+        """Sum or average (``averaged_dtypes``) gradients over the ranks, and store this rank's part in ``shard``.
 
         ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done.
         """
@@ -146,7 +156,8 @@ class Communicator:
             start = partial(dist.all_to_all_single, received, packed, group=self._reduce_group, async_op=True)
             on_done = partial(sum_in_order, shard, received.view(self.shard_axis.size, -1))
         else:
-            start = partial(_reduce_scatter, shard, packed, group=self._reduce_group, async_op=True)
+            op = dist.ReduceOp.AVG if packed.dtype in self.averaged_dtypes else dist.ReduceOp.SUM
+            start = partial(_reduce_scatter, shard, packed, op=op, group=self._reduce_group, async_op=True)
         return self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
 
     def all_to_all(
@@ -167,6 +178,11 @@ class Communicator:
         """Reduce ``tensor`` over ``axis``, in place."""
         start = partial(dist.all_reduce, tensor, op=op, group=axis.group, async_op=True)
         return self._start(start, "all-reduce", 2 * tensor.nbytes, what)
+
+    def all_reduce_gradient(self, tensor: torch.Tensor, axis: MeshAxis, what: str) -> CollectiveWork:
+        """Sum or average (``averaged_dtypes``) a gradient over ``axis``, in place."""
+        op = dist.ReduceOp.AVG if tensor.dtype in self.averaged_dtypes else dist.ReduceOp.SUM
+        return self.all_reduce(tensor, axis, what, op)
 
     def all_reduce_over_mesh(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -353,12 +369,12 @@ def all_gather_object(
             dist.all_gather_object(values, value, group=group)
             return values
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.empty(size, dtype=torch.int64)
-        _wait_monitored(
-            _all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True), what, consistency
-        )
+        lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+        length = torch.tensor([data.numel()], device="cpu")
+        _wait_monitored(_all_gather(lengths, length, group=group, async_op=True), what, consistency)
         max_length = int(lengths.max())
-        gathered, padded = torch.empty(size * max_length, dtype=torch.uint8), torch.zeros(max_length, dtype=torch.uint8)
+        gathered = torch.empty(size * max_length, dtype=torch.uint8, device="cpu")
+        padded = torch.zeros(max_length, dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
     parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)

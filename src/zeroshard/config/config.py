@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard.config.deepspeed import read_deepspeed
 from zeroshard.config.offload import Offload, check_option_names
 
 PRECISIONS = (None, "fp32", "bf16", "fp16")
@@ -44,9 +46,11 @@ class Config:
     and "fp16". Such a module gets its floating-point inputs in fp32 and returns its outputs in 16 bits. Batch norms
     always stay in fp32, because their running statistics need it."""
 
-    cast_inputs: bool = True
-    """Under "bf16" and "fp16", cast the model's floating-point inputs, and those of torch's own layers inside it if
-    they get floats of another dtype. Other modules get their inputs unchanged."""
+    cast_inputs: bool | str = True
+    """Under "bf16" and "fp16", cast the floating-point inputs of the model and of its ``units`` (if they are None, of
+    its repeated blocks), as FSDP2 does, and those of torch's own layers, which would raise without it. "model": units
+    get their inputs unchanged, so that an fp32 table or mask that is passed to them stays exact: in 16 bits a mask of
+    ``finfo(float32).min`` is -inf, and a row that is masked entirely NaN. False: cast none."""
 
     cast_on_gather: bool = True
     """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's parameter shard; each all-gather casts the
@@ -96,8 +100,8 @@ class Config:
     """Whether the optimizer updates each element from that element alone. If so, it runs on flat slices of the
     parameters; if not, on whole parameters, each on one rank. None: torch's own optimizers are known; others are tested
     on small tensors, group by group, and rejected if they read several parameters at once or the test is inconclusive.
-    True or False: you assert it for all groups, and nothing is tested. False also asserts that each parameter is
-    updated from that parameter alone."""
+    True or False: you assert it for all groups of all optimizers, and nothing is tested; torch's own that need whole
+    parameters get them anyway. False also asserts that each parameter is updated from that parameter alone."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
@@ -137,7 +141,9 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
+        if self.cast_inputs not in (True, False, "model") or type(self.cast_inputs) not in (bool, str):
+            raise ValueError(f"cast_inputs must be True, 'model' or False, got {self.cast_inputs!r}")
+        for name in ("cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.elementwise is not None and not isinstance(self.elementwise, bool):
@@ -150,6 +156,39 @@ class Config:
                 continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+    @classmethod
+    def from_deepspeed(
+        cls, config: str | os.PathLike[str] | Mapping[str, Any], *, handled: Collection[str] = (), **options: Any
+    ) -> Config:
+        """Return the options that a DeepSpeed configuration stands for: a file, or the same as a dictionary.
+
+        A key that changes the numbers of a run and is not an option (clipping, the optimizer, quantized gradients, a
+        key that is not known) raises, with all others like it. Write what the error says in the script, or accept the
+        difference, and name the key in ``handled``; a section stands for all of its keys. ``options`` come before the
+        file's, and replace "auto". The command ``zeroshard migrate`` shows what every key becomes.
+
+        >>> Config.from_deepspeed({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}).precision
+        'bf16'
+        >>> config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+        >>> Config.from_deepspeed(config, handled=["gradient_clipping"]).stage
+        2
+        """
+        migration = read_deepspeed(config, **options)
+        migration.check_handled(handled)
+        left = migration.unhandled(handled, options)
+        if left:
+            names = [migrated.key for migrated in left if not migrated.needs]
+            lines = [f"  {migrated.key} = {migrated.value!r}: {migrated.text}" for migrated in left]
+            hint = (
+                f"Take care of them in the script, or accept the difference, and pass handled={names}."
+                if names
+                else "Pass these options."
+            )
+            raise ValueError(
+                "\n".join(["DeepSpeed keys that are not an option of zeroshard and change the numbers:", *lines, hint])
+            )
+        return cls(**{**migration.options, **options})
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -2,14 +2,16 @@
 
 from zeroshard.engine.build import build_engine, plan_model
 from zeroshard.engine.context import ShardContext
+from zeroshard.engine.ema import EMA
 from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_grad import FlatGrad, assign_segments, compute_norms
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.forward_methods import register_forward_method
 from zeroshard.engine.full_tensors import find_parameter
 from zeroshard.engine.grad_scale import GradScale, on_scaled_loss
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.last_backward import StepPredictor
-from zeroshard.engine.model_checks import check_max_norm, check_model
+from zeroshard.engine.model_checks import check_max_norm, check_model, unwrap_compiled
 from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.param_data import param_versions
 from zeroshard.engine.parameter import PICKLE_ERROR, param_info
@@ -20,10 +22,12 @@ from zeroshard.engine.rank_checks import (
 )
 from zeroshard.engine.reduce import NO_HISTORY, GradHistory
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
+from zeroshard.engine.unit import Unit
 from zeroshard.engine.unit_values import assemble_full_tensor, make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join
 
 __all__ = [
+    "EMA",
     "NO_HISTORY",
     "PICKLE_ERROR",
     "Engine",
@@ -38,6 +42,7 @@ __all__ = [
     "Schedule",
     "ShardContext",
     "StepPredictor",
+    "Unit",
     "assemble_full_tensor",
     "assign_segments",
     "build_engine",
@@ -53,6 +58,8 @@ __all__ = [
     "param_versions",
     "plan_model",
     "raise_on_join",
+    "register_forward_method",
+    "unwrap_compiled",
     "verify_same_model",
     "verify_same_tensor_plan",
 ]

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
+from zeroshard.comm import Communicator
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.forward_methods import install_forward_methods, mark_generating_modules
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
-from zeroshard.engine.unsupported_calls import AttributeOverride
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import FlatSpec, ParamSpec, ShardPlan, UnitSpec, plan_shards
 from zeroshard.tensor_parallel import TensorParallelState
+from zeroshard.utils.stored_tensor import StoredTensor
 
 
 def plan_model(
     context: ShardContext,
     model: nn.Module,
     units: list[UnitSpec],
-    optimized_ids: set[int],
+    optimizer_of: Mapping[int, int],
     state_bytes_per_element: int,
     tp_state: TensorParallelState | None,
 ) -> ShardPlan:
-    """Return the shard plan of a model. ``optimized_ids``: ids of the parameters that an optimizer updates."""
+    """Return the shard plan of a model. ``optimizer_of``: the number of the optimizer of each parameter, by id."""
+    has_several = len(set(optimizer_of.values())) > 1
     params = {}
     for name, parameter in model.named_parameters():
         tp_param = tp_state.tp_params.get(name) if tp_state is not None else None
@@ -41,7 +44,8 @@ def plan_model(
             parameter.numel() if tp_shard is None else tp_shard.local_shape.numel(),
             context.precision.compute_dtype(name, parameter),
             parameter.requires_grad,
-            id(parameter) in optimized_ids,
+            id(parameter) in optimizer_of,
+            optimizer_of.get(id(parameter), -1) if has_several else 0,
         )
     return plan_shards(
         units,
@@ -56,18 +60,46 @@ def plan_model(
 
 
 def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a meta parameter memory, and keep its object identity."""
+    """Make a meta or stored parameter an ordinary one with these values, and keep its object identity."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
 def build_engine(
     context: ShardContext, model: nn.Module, plan: ShardPlan, tp_state: TensorParallelState | None
-) -> tuple[Engine, list[RemovableHandle | AttributeOverride]]:
+) -> tuple[Engine, list[Any]]:
     """Shard a model as the plan says. Return its engine, and the handles that remove its hooks."""
     units = UnitBuilder(context, model, plan, tp_state).build()
     engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
-    return engine, install_hooks(model, engine, plan.units)
+    handles = install_hooks(model, engine, plan.units)
+    return engine, [*handles, install_forward_methods(model), *mark_generating_modules(model, engine)]
+
+
+def _is_stored(flat: FlatParam) -> bool:
+    """Return whether values of a flat are in files."""
+    return any(isinstance(parameter, StoredTensor) for parameter in flat.parameters)
+
+
+def _read_shard(flat: FlatParam, sources: list[torch.Tensor], comm: Communicator, what: str) -> None:
+    """Fill this rank's shard of a flat, and all of a replicated one; ``sources`` are stored or ordinary tensors."""
+    for bucket_index, bucket in enumerate(flat.layout.buckets):
+        if flat.master is None:
+            shard = flat.local_shards[bucket_index]
+        else:
+            shard = torch.empty(bucket.numel // flat.layout.shard_count, dtype=flat.master.dtype, device=flat.device)
+        end = 0
+        for part in flat.layout.owned_ranges_in_bucket(bucket, flat.shard_rank):
+            shard[end : part.offset] = 0  # padding
+            end = part.offset + part.elements.numel
+            source, target = sources[part.param_index], shard[part.offset : end]
+            if isinstance(source, StoredTensor):
+                source.read_range(part.elements.start, part.elements.end, target)
+            else:
+                target.copy_(source.reshape(-1)[part.elements.slice])
+        shard[end:] = 0
+        flat.load_shard(bucket_index, shard)
+        if not flat.is_partitioned and comm.shard_axis.size > 1:
+            comm.all_gather(flat.bucket_views[bucket_index], flat.local_shards[bucket_index], what).wait()
 
 
 class UnitBuilder:
@@ -165,17 +197,63 @@ class UnitBuilder:
 
     @torch.no_grad()
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:
-        staged = [self._stage_values(flat) for flat in unit.flats]
+        staged: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+        what = f"share unit {unit.name!r}"
+        for flat in unit.flats:
+            staged.append(self._stage_unstored(flat) if _is_stored(flat) else self._stage_values(flat))
         self._init_meta_modules(spec)
         for flat, (values, full_tensors) in zip(unit.flats, staged, strict=True):
-            self._broadcast_over_tensor_axis(flat, values, full_tensors)
-            for bucket in flat.layout.buckets:  # rank 0's values count, as in DDP
-                self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
-            flat.load_full(values)
+            if _is_stored(flat):
+                self._load_stored(flat, full_tensors, what)
+            else:
+                self._broadcast_over_tensor_axis(flat, values, full_tensors)
+                for bucket in flat.layout.buckets:  # rank 0's values count, as in DDP
+                    self._comm.broadcast(values[bucket.start : bucket.end], 0, what)
+                flat.load_full(values)
             self._install_dtensors(flat)
         unit.bind(self._original_classes)
         for values, full_tensors in staged:
             self._tracker.add("staging", -values.nbytes - sum(full.nbytes for full in full_tensors.values()))
+
+    def _stage_unstored(self, flat: FlatParam) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Return full tensors, by index, of the parameters that are not stored in files, and no buffer for the flat."""
+        dtype = flat.dtype if flat.master is None else flat.master.dtype
+        full_tensors: dict[int, torch.Tensor] = {}
+        for index, (name, parameter) in enumerate(flat.named_parameters):
+            if isinstance(parameter, StoredTensor):
+                continue
+            full = torch.empty(parameter.shape, dtype=dtype, device=self._comm.device)
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name!r} is a DTensor, and other parameters of its unit are still in the files of "
+                    "from_pretrained(): leave it to shard() to divide the model over the tensor axis"
+                )
+            if parameter.is_meta:
+                _materialize(parameter, full)
+            else:
+                parameter.data = full.copy_(parameter.data)
+            full_tensors[index] = full
+        self._tracker.add("staging", sum(full.nbytes for full in full_tensors.values()))
+        return torch.empty(0, dtype=dtype, device="cpu"), full_tensors
+
+    def _load_stored(self, flat: FlatParam, full_tensors: dict[int, torch.Tensor], what: str) -> None:
+        """Read this rank's shard of a flat from files; what is not stored there comes from rank 0."""
+        sources: list[torch.Tensor] = []
+        for index, parameter in enumerate(flat.parameters):
+            source = parameter.detach()
+            if index in full_tensors:
+                source = full_tensors[index]
+                self._comm.broadcast_over_axis(self._comm.tensor_axis, source, what)
+                self._comm.broadcast(source, 0, what)
+            tp_shard = flat.tp_shards[index]
+            source = source if tp_shard is None else tp_shard.slice(source)
+            dims = sorted(range(source.dim()), key=lambda dim: -flat.strides[index][dim])  # in the flat's order
+            sources.append(source if dims == [*range(source.dim())] else source.permute(dims))
+        _read_shard(flat, sources, self._comm, what)
+        for parameter in flat.parameters:
+            if isinstance(parameter, StoredTensor):
+                _materialize(parameter, flat.placeholder(parameter.shape))
+                self._original_classes[id(parameter)] = type(parameter)
 
     def _stage_values(self, flat: FlatParam) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Copy the parameters' values into a buffer with the flat's layout, or reserve space for meta parameters.
@@ -245,7 +323,7 @@ class UnitBuilder:
     def _init_meta_modules(self, spec: UnitSpec) -> None:
         """Initialise the unit's modules that were built on the meta device."""
         inside = set(spec.parameters)
-        for name, module in self._model.named_modules():
+        for name, module in self._model.named_modules() if inside & self._meta_param_names else ():
             own = {key for key, _ in module.named_parameters(name, recurse=False)}
             if not own & inside & self._meta_param_names:
                 continue

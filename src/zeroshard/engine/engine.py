@@ -57,9 +57,10 @@ class Engine:
         self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
         self.schedule: Schedule[Unit] = Schedule(self.executor)
         self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
-        self.backward_count = 0  # since the last step
+        self.backward_count = 0  # since the last step of any optimizer
+        self.total_backwards = 0  # since shard()
         self.deferred_error: RuntimeError | None = None  # of a finalizer, which cannot raise: the next forward does
-        self._buffer_broadcaster = buffers if buffers.has_buffers else None
+        self.buffer_broadcaster = buffers if buffers.has_buffers else None
         defragments = self.comm.device.type == "cuda" and context.config.defragment
         self._defragmenter = _Defragmenter(context) if defragments else None
         self._forward_thread_id = 0  # of the last forward
@@ -159,8 +160,8 @@ class Engine:
         gradients = "with" if is_training else "without"
         self.order.begin_pass(f"forward of {name or 'the model'} {gradients} gradients{inside}")
         self.state_guard.hide_reduced_grads(self.executor.unsharded)
-        if self._buffer_broadcaster is not None:
-            self._buffer_broadcaster.sync_buffers()
+        if self.buffer_broadcaster is not None:
+            self.buffer_broadcaster.sync_buffers()
 
     def _end_forward(self, is_training: bool) -> None:
         if is_training:
@@ -214,6 +215,8 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self.state_guard.check_states_reloaded()
+        if self.state_guard.has_averages:
+            self.state_guard.check_not_averaged("a backward")
         self.state_guard.detect_forward_edits()
         backward_id = torch._C._current_graph_task_id()
         self.schedule.backward.begin(backward_id)
@@ -222,7 +225,7 @@ class Engine:
         )
         inverse_scale = current_inverse_scale()
         self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
-        self.backward_count += 1
+        self.backward_count, self.total_backwards = self.backward_count + 1, self.total_backwards + 1
         if self._defragmenter is not None:
             self._defragmenter.workspace.acquire()
         self.gradients.memory.record_allocated()
@@ -231,7 +234,7 @@ class Engine:
         needs_sync = self.executor.needs_grad_sync
         listeners = self.gradients.reducer.listeners
         if listeners:
-            listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
+            listeners.on_backward_begin(self.total_backwards) if needs_sync else listeners.invalidate()
         if not self.gradients.is_partitioned:
             self.gradients.local_sums.begin_backward(self.backward_count, needs_sync)
         elif not self.gradients.reduce_queue.is_agreed and needs_sync:

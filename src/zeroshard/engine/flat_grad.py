@@ -54,6 +54,7 @@ class FlatGrad:
         self.has_local_sum = False
         self.has_shard = False
         self.is_param_used = [False] * len(flat.parameters)  # has got a gradient on this rank since zero_grad()
+        self.clear_count = 0  # how often the gradients of all parameters were set to None
         self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, if offloaded: recorded before the copy
         self.max_abs: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
         self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
@@ -111,6 +112,7 @@ class FlatGrad:
         """Set the gradients of all parameters to None."""
         pop_autograd_grads(self.flat.parameters)
         self.is_param_used = [False] * len(self.is_param_used)
+        self.clear_count += 1
         self.has_local_sum = self.has_shard = False
 
     def zero(self) -> None:
@@ -181,8 +183,8 @@ def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
 class GradListener(Protocol):
     """Computes updates from gradients while backward still runs: the CPU updates of offloaded states."""
 
-    def on_backward_begin(self, backward_count: int) -> None:
-        """Called when a backward begins whose gradients are reduced; ``backward_count`` counts since the last step."""
+    def on_backward_begin(self, total_backwards: int) -> None:
+        """Called when a backward begins whose gradients are reduced; ``total_backwards`` counts since shard()."""
 
     def on_shard_ready(self, flat: FlatParam) -> None:
         """Called when this rank's shard of a flat's reduced gradient is complete."""
@@ -197,10 +199,10 @@ class GradListener(Protocol):
 class GradListeners(list["weakref.ref[GradListener]"]):
     """The listeners of one model; weak, because each refers to the gradients and must not keep the model alive."""
 
-    def on_backward_begin(self, backward_count: int) -> None:
+    def on_backward_begin(self, total_backwards: int) -> None:
         """Tell all listeners that a backward begins."""
         for listener in self._alive():
-            listener.on_backward_begin(backward_count)
+            listener.on_backward_begin(total_backwards)
 
     def on_shard_ready(self, flat: FlatParam) -> None:
         """Tell all listeners that a reduced gradient is complete."""
@@ -326,6 +328,17 @@ class GradMemory:
             self._tracker.add("gradients", -carried_over.nbytes)
             flat_grad.carried_over = None
         return carried_over
+
+    def clear(self, flat_grad: FlatGrad, set_to_none: bool) -> None:
+        """Set the gradients of one flat to None, or to zero."""
+        if flat_grad.carried_over is not None:
+            self.pop_carried_over(flat_grad)
+        if not set_to_none:
+            flat_grad.zero()
+            return
+        if self._is_partitioned and flat_grad.local_sum is not None:  # summed inside ``no_sync``
+            self.drop_local_sum(flat_grad)
+        flat_grad.clear()
 
     def free(self) -> None:
         """Free the memory of all gradients, which were cleared, unless it is persistent."""

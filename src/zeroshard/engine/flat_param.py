@@ -88,7 +88,7 @@ class FlatMetadata:
 
 
 class FlatParam(FlatMetadata):
-    """The parameters of one unit that share dtype and trainability, packed into one tensor.
+    """The parameters of one unit that share dtype, trainability and optimizer, packed into one tensor.
 
     [Note: storage resizing]
     The parameters are views into ``full``. When they are partitioned, resharding resizes the storage of ``full`` to
@@ -187,14 +187,17 @@ class FlatParam(FlatMetadata):
 
     def load_full(self, values: torch.Tensor) -> None:
         """Write this rank's shard of ``values``, a full tensor with this flat's layout, to the shard and the master."""
-        for bucket_index, (bucket, span) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
-            shard_values = values[self.layout.bucket_shard(bucket, self.shard_rank).slice]
-            if not self.spec.is_cast_from_master:
-                self.local_shards[bucket_index].copy_(shard_values)
-            if self.master is not None:
-                self.master.write(span, shard_values)
+        for bucket_index, bucket in enumerate(self.layout.buckets):
+            self.load_shard(bucket_index, values[self.layout.bucket_shard(bucket, self.shard_rank).slice])
         if not self.is_partitioned:
             self.full.copy_(values)
+
+    def load_shard(self, bucket_index: int, values: torch.Tensor) -> None:
+        """Write ``values``, this rank's shard of a bucket, to the shard and the master."""
+        if not self.spec.is_cast_from_master and values is not self.local_shards[bucket_index]:
+            self.local_shards[bucket_index].copy_(values)
+        if self.master is not None:
+            self.master.write(self.shard_ranges[bucket_index], values)
 
     def local_shard(self, bucket_index: int) -> torch.Tensor:
         """Return this rank's shard of a bucket, in the compute dtype, on the device or offloaded."""
@@ -202,18 +205,23 @@ class FlatParam(FlatMetadata):
             return self.local_shards[bucket_index]
         return self.master.read(self.shard_ranges[bucket_index], self.device).to(self.dtype)
 
-    def owned_slices(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
-        """Yield (param_index, elements, values) of this rank's shard; values come from the master if there is one."""
+    def owned_slices(self, shard: TieredTensor | None = None) -> Iterator[tuple[int, Range, torch.Tensor]]:
+        """Yield (param_index, elements, values) of this rank's shard.
+
+        Values come from ``shard``, a tensor with the layout of this rank's shard; by default from the master, or the
+        parameters if there is none.
+        """
+        shard = shard or self.master
         for bucket_index, (bucket, span) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
             for param_range in self.layout.owned_ranges_in_bucket(bucket, self.shard_rank):
-                if self.master is None:
+                if shard is None:
                     values = self.local_shards[bucket_index][
                         param_range.offset : param_range.offset + param_range.elements.numel
                     ]
                     yield param_range.param_index, param_range.elements, values
                     continue
                 first = span.start + param_range.offset
-                for common, values in self.master.views_in(Range(first, first + param_range.elements.numel)):
+                for common, values in shard.views_in(Range(first, first + param_range.elements.numel)):
                     yield param_range.param_index, common.shift(param_range.elements.start - first), values
 
     def master_copy_lists(self, device_only: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_param import FlatParam
@@ -19,6 +21,7 @@ from zeroshard.engine.unit_values import (
     check_param_data,
     drop_copy,
     gather_copy,
+    gather_exact,
     gather_tp_shards,
     write_back,
 )
@@ -106,6 +109,8 @@ def gathered_copies(engine: Engine, units: list[Unit], write_rank: int | None) -
     """Give the units' parameters full values in separate memory inside the block; see :func:`zeroshard.gathered`."""
     guard = engine.state_guard
     guard.check_states_reloaded()
+    if write_rank is not None:
+        guard.check_not_averaged("gathered(write_rank=…)")
     if write_rank is not None and engine.is_running:
         raise RuntimeError(
             "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
@@ -161,3 +166,82 @@ def _write_back_units(engine: Engine, units: list[Unit], src_rank: int) -> bool:
     written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
     engine.state_guard.on_values_changed(parameter for unit in written for parameter in unit.parameters)
     return bool(written)
+
+
+@torch.no_grad()
+def full_state_dict(engine: Engine, model: nn.Module, rank: int | None, trainable_only: bool) -> dict[str, Any]:
+    """Return the plain model's ``state_dict()`` in host memory; see :func:`zeroshard.state_dict`.
+
+    The model makes it itself, with plain parameters in the place of its own, so that hooks, overridden methods, ties
+    and extra states count.
+    """
+    is_receiver = rank is None or engine.comm.consistency.rank == rank
+    what = f"read the state_dict() for {'all ranks' if rank is None else f'rank {rank}'}"
+    what += " without frozen parameters" if trainable_only else ""
+    engine.state_guard.prepare_read(what, "weights")
+    if rank != 0 and engine.buffer_broadcaster is not None:
+        engine.buffer_broadcaster.sync_buffers()  # those of rank 0 count, as in training
+    plain: dict[int, nn.Parameter] = {}
+    for unit in engine.units:
+        for flat in unit.flats:
+            is_read = flat.spec.is_trainable or not trainable_only
+            is_split = engine.comm.shard_axis.size > 1 and (flat.master is not None or flat.is_partitioned)
+            if is_read and (is_split or flat.has_dtensors):
+                engine.order.check(f"{what}: unit {unit.name!r}")
+            full = gather_exact(flat, engine.comm, unit.all_gather_label) if is_read else None
+            for index, parameter in enumerate(flat.parameters):
+                values = None if full is None else gather_tp_shards(engine.comm, flat.view(full, index), flat, index)
+                if is_receiver:
+                    plain[id(parameter)] = _plain_parameter(unit, flat, index, values)
+    engine.comm.check_results(what)
+    if not is_receiver:
+        return {}
+    with _replaced_parameters(model, plain):
+        state: dict[str, Any] = model.state_dict()
+    for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+        del state[name]
+    own = {parameter.untyped_storage().data_ptr() for parameter in plain.values()}
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}  # one for each tensor: the same under all its names
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or not _is_in(value, own)):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            key = (local.data_ptr(), local.dtype, local.shape, local.stride())
+            copies[key] = state[name] = copies[key] if key in copies else local.detach().to("cpu", copy=True)
+    return state
+
+
+def _is_in(tensor: torch.Tensor, storages: set[int]) -> bool:
+    return type(tensor) is not DTensor and tensor.untyped_storage().data_ptr() in storages
+
+
+def _plain_parameter(unit: Unit, flat: FlatParam, index: int, values: torch.Tensor | None) -> nn.Parameter:
+    """Return a parameter as it was before shard(), with these values, in host memory; without values on meta."""
+    parameter, dtype = flat.parameters[index], flat.original_dtypes[index]
+    with torch._C.DisableTorchFunctionSubclass():
+        needs_grad = parameter.requires_grad
+    if values is None:
+        return nn.Parameter(torch.empty(flat.full_shapes[index], dtype=dtype, device="meta"), needs_grad)
+    copy = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="cpu").copy_(values)
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(copy, needs_grad)
+    plain: nn.Parameter = torch.Tensor._make_subclass(unit.access.original_class(parameter), copy, needs_grad)
+    plain.__dict__.update({key: value for key, value in vars(parameter).items() if key != "_zeroshard"})
+    return plain
+
+
+@contextmanager
+def _replaced_parameters(model: nn.Module, replacements: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Put other parameters, by the id of the model's own, into the modules inside the block."""
+    own = [
+        (module._parameters, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if id(parameter) in replacements
+    ]
+    for parameters, key, parameter in own:
+        parameters[key] = replacements[id(parameter)]
+    try:
+        yield
+    finally:
+        for parameters, key, parameter in own:
+            parameters[key] = parameter

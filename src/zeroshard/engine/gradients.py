@@ -44,11 +44,11 @@ class Gradients:
         self.reduce_queue = ReduceQueue(self.units)
         self.local_sums = LocalSums(self._unit_grads, self.reduce_queue, self.reducer, context)
         self.has_unreduced = False  # whether a backward has only summed locally
-        self.clear_count = 0  # how often gradients were set to None
         self._has_accumulated = False  # whether a backward has added gradients since they were cleared
         # the inverse loss scale of a backward that has not visited any module yet
         self._unhooked_inverse_scale: torch.Tensor | None = None
         self._is_usage_synced = False  # whether ``is_param_used`` holds the result of all ranks
+        self._cleared: set[FlatGrad] = set()  # cleared since a backward has added gradients
 
     # -- inside backward ----------------------------------------------------------------------------------------
 
@@ -136,6 +136,7 @@ class Gradients:
             self._accumulate_local(unit)
             self.has_unreduced |= not self.reduce_queue.is_partial or self.reduce_queue.is_ahead_of(unit)
             self._has_accumulated, self._is_usage_synced = True, False
+            self._cleared.clear()
             self.norms.cache.clear()
 
     @torch.no_grad()
@@ -144,6 +145,7 @@ class Gradients:
         if inverse_scale is not None or self.scaling.scale is not UNSCALED or self.scaling.deferred:
             self.scaling.begin_backward(inverse_scale, self._has_accumulated)
         self.norms.cache.clear()
+        self._cleared.clear()
         self._is_usage_synced, self._has_accumulated, self._unhooked_inverse_scale = False, True, None
 
     @torch.no_grad()
@@ -214,10 +216,10 @@ class Gradients:
             self.set_used_params([bool(flag) for flag in merged.tolist()])
         self._is_usage_synced = True
 
-    def set_used_params(self, flags: Sequence[bool]) -> None:
-        """Record which parameters have a gradient on any rank, in the order of ``flat_grads``."""
+    def set_used_params(self, flags: Sequence[bool], flat_grads: Iterable[FlatGrad] | None = None) -> None:
+        """Record which parameters have a gradient on any rank, in the order of all gradients, or of ``flat_grads``."""
         remaining = iter(flags)
-        for gradient in self.flat_grads.values():
+        for gradient in self.flat_grads.values() if flat_grads is None else flat_grads:
             gradient.is_param_used = [next(remaining) for _ in gradient.is_param_used]
 
     def clear(self, set_to_none: bool) -> None:
@@ -229,22 +231,27 @@ class Gradients:
         self._has_accumulated, self._unhooked_inverse_scale = False, None
         if set_to_none:
             self._is_usage_synced = False
-            self.clear_count += 1
         for gradient in self.flat_grads.values():
-            if gradient.carried_over is not None:
-                self.memory.pop_carried_over(gradient)
-            if set_to_none:
-                if self.is_partitioned and gradient.local_sum is not None:  # summed inside ``no_sync``
-                    self.memory.drop_local_sum(gradient)
-                gradient.clear()
-            else:
-                gradient.zero()
+            self.memory.clear(gradient, set_to_none)
         if set_to_none:
             self.has_unreduced = False
             if not self.is_partitioned:
                 self.local_sums.cancel()
             self.memory.free()
         self.reduce_queue.history = NO_HISTORY
+
+    def clear_flats(self, flat_grads: Iterable[FlatGrad], set_to_none: bool) -> None:
+        """Set the gradients of some flats to None, or to zero; all memory is freed with the last of them."""
+        self.wait_reductions()
+        self.scaling.apply()
+        self.norms.cache.clear()
+        for gradient in flat_grads:
+            self.memory.clear(gradient, set_to_none)
+        if set_to_none:
+            self._cleared.update(flat_grads)
+            is_empty = len(self._cleared) == len(self.flat_grads) and not self.memory.has_grads
+            if is_empty and not self._units_with_autograd_grads():
+                self.clear(set_to_none=True)
 
     # -- units --------------------------------------------------------------------------------------------------
 

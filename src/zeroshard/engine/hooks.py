@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -31,7 +31,7 @@ from zeroshard.engine.param_access import ReplacedParamDetector
 from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
-from zeroshard.sharding import UnitSpec
+from zeroshard.sharding import UnitSpec, find_cast_blocks
 from zeroshard.utils.tree import cast_floats, tensors_in
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -65,14 +65,19 @@ def install_hooks(
             handles.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_cast_outputs, compute_dtype)))
     hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
-    layer_casts = _LayerCasts(compute_dtype, handles) if cast_inputs and config.has_master and compute_dtype else None
+    casts = _InputCasts(compute_dtype, handles) if cast_inputs and config.has_master and compute_dtype else None
+    cast_blocks = find_cast_blocks(model, config)
     for name, units in units_by_module.items():
         module = model.get_submodule(name)
         for unit in units:
             unit.access.add_module(name, module)
         is_root = module is model
-        hooks = _ModuleHooks(engine, name, units, None if is_root else layer_casts, detector if is_root else None)
+        hooks = ModuleHooks(engine, name, units, None if is_root else casts, detector if is_root else None)
+        hooks.casts_inputs = module in cast_blocks
         handles += hooks.install(module, hooked)
+    if casts is not None:
+        for block in cast_blocks - hooked:  # all its parameters are in blocks inside it
+            handles.append(block.register_forward_pre_hook(casts.cast, with_kwargs=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), with_kwargs=True))
     pre_read = partial(_pre_state_dict, engine)
@@ -85,7 +90,7 @@ def install_hooks(
     return handles
 
 
-class _ModuleHooks:
+class ModuleHooks:
     """The hooks before and after the forward of one module: the model, which has a detector, or one that has units."""
 
     def __init__(
@@ -93,13 +98,15 @@ class _ModuleHooks:
         engine: Engine,
         name: str,
         units: tuple[Unit, ...],
-        layer_casts: _LayerCasts | None,
+        casts: _InputCasts | None,
         replaced_param_detector: ReplacedParamDetector | None,
     ) -> None:
         self._engine, self._name, self._units = engine, name, units
-        self._layer_casts, self._replaced_param_detector = layer_casts, replaced_param_detector
+        self._casts, self._replaced_param_detector = casts, replaced_param_detector
+        self.casts_inputs = False  # whether the module is a block that gets its inputs cast
+        self._has_layer_casts = False
         self._scanners: list[GraphTensorScanner] = []
-        self._post_hook_id = -1
+        self._post_hook_id = -1  # not installed: of a registered method
 
     def install(self, module: nn.Module, hooked_modules: set[nn.Module]) -> Iterator[RemovableHandle]:
         """Register both hooks; yield their handles."""
@@ -124,12 +131,18 @@ class _ModuleHooks:
             engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
         hooks = module._forward_hooks
         # hooks registered later also use the parameters
-        if next(reversed(hooks), self._post_hook_id) != self._post_hook_id:
+        if self._post_hook_id >= 0 and next(reversed(hooks)) != self._post_hook_id:
             hooks.move_to_end(self._post_hook_id)  # type: ignore[attr-defined]
-        if self._layer_casts is not None and self._layer_casts.are_needed(inputs):
-            casts, self._layer_casts = self._layer_casts, None
-            return casts.install(module, args, kwargs)
+        if self._casts is not None and self._casts.are_needed(inputs):
+            return self._cast(self._casts, module, args, kwargs)
         return None
+
+    def _cast(self, casts: _InputCasts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast the inputs of a block, and have those of the layers inside it cast from now on."""
+        is_layer = False
+        if not self._has_layer_casts:
+            is_layer, self._has_layer_casts = casts.install(module), True
+        return casts.cast(module, args, kwargs) if self.casts_inputs or is_layer else None
 
     @_disable_compile
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -155,6 +168,37 @@ class _ModuleHooks:
         with outside_functorch():
             self._engine.post_forward(outputs, stored_tensors, returns_views, detaches_graph)
 
+    def run_method(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run another method of the module as its forward would run: see forward_methods.py."""
+        is_installed = self._post_hook_id >= 0
+        try:
+            if not is_installed:
+                self.pre_forward(module, args, kwargs)
+            for hook in _own_hooks(module._forward_pre_hooks):
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+            output = method(*args, **kwargs)
+        except BaseException:
+            self.post_forward(module, args, None)
+            raise
+        for hook in _own_hooks(module._forward_hooks):
+            changed = hook(module, args, output)
+            output = output if changed is None else changed
+        if not is_installed:
+            self.post_forward(module, args, output)
+        return output
+
+
+def _own_hooks(hooks: Mapping[int, Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Return zeroshard's own among the hooks of a module: the casts, and those of :class:`ModuleHooks`."""
+    casts = (_cast_inputs, _cast_layer_inputs, _cast_outputs)
+    return [
+        hook
+        for hook in hooks.values()
+        if getattr(hook, "func", None) in casts or isinstance(getattr(hook, "__self__", None), ModuleHooks)
+    ]
+
 
 def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) -> list[Unit]:
     """Return the other units whose storage the inputs of a module are views of: the module reads their parameters."""
@@ -173,6 +217,7 @@ def _is_reentrant_call(module: nn.Module) -> bool:
     depth = 0
     while frame is not None:
         depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        depth += frame.f_code is ModuleHooks.run_method.__code__ and frame.f_locals.get("module") is module
         frame = frame.f_back
     return depth > 1
 
@@ -250,28 +295,30 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], 
     return cast_floats(output, dtype)
 
 
-class _LayerCasts:
-    """Casts the inputs of torch's own layers to 16 bits; installed when a module first receives another float dtype.
+class _InputCasts:
+    """Casts inputs to 16 bits: those of blocks, as FSDP2 does, and those of torch's own layers.
 
-    Without the cast such a layer raises. Modules with their own code get their inputs unchanged, so that, for example,
-    fp32 tables stay exact.
+    Without the cast such a layer raises. The hooks of layers are installed when a module first receives another float
+    dtype. Modules between, with their own code, get what they are given.
     """
 
     def __init__(self, dtype: torch.dtype, handles: list[RemovableHandle | AttributeOverride]) -> None:
         self._dtype, self._handles = dtype, handles
         self._other_dtypes = {torch.float16, torch.bfloat16, torch.float32, torch.float64} - {dtype}
+        self.cast = partial(_cast_layer_inputs, dtype)
 
     def are_needed(self, inputs: list[torch.Tensor]) -> bool:
         return any(tensor.dtype in self._other_dtypes for tensor in inputs)
 
-    def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook the layers of a module that is about to run; return its cast inputs if it is such a layer itself."""
+    def install(self, module: nn.Module) -> bool:
+        """Hook the layers of a module that is about to run; return whether it is such a layer itself.
+
+        Its hooks are then running already: the new one is not called yet.
+        """
         layers = [layer for layer in module.modules() if self._needs_cast(layer)]
-        cast = partial(_cast_layer_inputs, self._dtype)
         for layer in layers:
-            self._handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
-        # if it is such a layer itself: its hooks are running already, so the new one is not called yet
-        return cast(module, args, kwargs) if module in layers else None
+            self._handles.append(layer.register_forward_pre_hook(self.cast, with_kwargs=True))
+        return module in layers
 
     def _needs_cast(self, layer: nn.Module) -> bool:
         dtypes = [parameter.dtype for parameter in layer.parameters(recurse=False)]
@@ -289,6 +336,7 @@ def _pre_load_state_dict(
 ) -> None:
     """Hook: before ``load_state_dict`` changes anything, raise on what would fail halfway."""
     engine.state_guard.check_states_reloaded()
+    engine.state_guard.check_not_averaged("load_state_dict()")
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
             f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the model'} by "

@@ -58,6 +58,10 @@ class LastBackward:
     third. A wrong prediction costs time. If the step comes earlier, it reduces, as without a prediction. If another
     backward follows, the reduced gradients are carried over (``FlatGrad.carried_over``) and the step reduces the rest.
 
+    If a model has several optimizers, the next step may be that of any: it reduces the gradients of all. Their numbers
+    of backwards may differ, as in a GAN. So the prediction depends on which one was stepped last. The steps of further
+    optimizers after the same backward do not count.
+
     The reductions are a pass of their own in ``CollectiveOrder``, in backward and in ``step()`` alike. So it is not
     an error if ranks predict differently, e.g. because they use ``no_sync()`` differently: one reduces later.
 
@@ -68,7 +72,9 @@ class LastBackward:
 
     def __init__(self, backwards: int | None) -> None:
         """``backwards``: see :class:`zeroshard.Config`."""
-        self._backwards, self._predictor = backwards, StepPredictor()
+        self._backwards = backwards
+        self._predictors = [StepPredictor()]  # by the number of the optimizer that was stepped last
+        self._last_optimizer = 0
         self._synced_count = 0  # backwards outside no_sync() since the last step
         self._ends_synced = False  # whether the last backward was outside no_sync()
         self._has_reduced = False  # whether a backward since the last step has reduced
@@ -90,10 +96,17 @@ class LastBackward:
             self._predictor.on_misprediction()
         self._has_reduced = False
 
-    def on_step(self) -> None:
-        """Record a step."""
-        self._predictor.on_step(self._synced_count if self._ends_synced else 0)
+    def on_step(self, optimizer: int, has_backwards: bool) -> None:
+        """Record a step of the optimizer with this number; ``has_backwards``: since the last step of any."""
+        if has_backwards:
+            self._predictor.on_step(self._synced_count if self._ends_synced else 0)
         self._synced_count, self._has_reduced, self._ends_synced = 0, False, False
+        self._predictors += [StepPredictor() for _ in range(optimizer + 1 - len(self._predictors))]
+        self._last_optimizer = optimizer
+
+    @property
+    def _predictor(self) -> StepPredictor:
+        return self._predictors[self._last_optimizer]
 
 
 class LocalSums:
@@ -156,10 +169,13 @@ class LocalSums:
                 self._prediction.on_pending_grads()
                 self.start_remaining()
 
-    def on_step(self, backwards: int) -> None:
-        """Learn from a step after ``backwards`` backwards; the first of them fixes the order of reductions."""
+    def on_step(self, backwards: int, optimizer: int) -> None:
+        """Learn from a step after ``backwards`` backwards; the first of them fixes the order of reductions.
+
+        ``optimizer``: the number of the optimizer, of several.
+        """
         self._backward_count = 0
-        self._prediction.on_step()
+        self._prediction.on_step(optimizer, has_backwards=backwards > 0)
         if backwards and self._context.comm.data_axes and not self._queue.is_agreed:
             self._queue.agree(list(self._queue.last_done), self._context)
 

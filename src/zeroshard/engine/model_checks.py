@@ -158,3 +158,9 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, torch.Tensor):
                 yield item
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model

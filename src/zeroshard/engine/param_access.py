@@ -117,6 +117,10 @@ class ParamAccess:
             if info is not None:
                 info.owner = reference
 
+    def original_class(self, parameter: nn.Parameter) -> type[nn.Parameter]:
+        """Return the class that a parameter of the unit had before shard()."""
+        return next(classes.original for classes in self._param_classes if classes.parameter is parameter)
+
     # -- classes ------------------------------------------------------------------------------------------------
 
     def unguard(self, module: str | None) -> None:

@@ -81,6 +81,7 @@ class ParamInfo:
         self.unit = weakref.ref(unit)
         self.flat = weakref.ref(flat)
         self.owner: Callable[[], ParamOwner | None] = _no_owner  # the engine
+        self.allows_new_optimizer = False  # one may be made now, and is given to shard() before its first step
 
     def __reduce__(self) -> NoReturn:
         """Raise: see :data:`PICKLE_ERROR`."""
@@ -114,6 +115,8 @@ def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
             parameters = [other for group in owner.param_groups for other in group["params"]]
             if code.co_name == "add_param_group" or any(other is parameter for other in parameters):
                 info, kind = param_info(parameter), type(owner).__name__
+                if info is not None and info.allows_new_optimizer and code.co_name == "add_param_group":
+                    return
                 raise RuntimeError(
                     f"{kind} was given {info.name if info is not None else 'a parameter'!r} of a sharded model. An "
                     "optimizer that is made after shard() cannot update it, since the ranks hold shards: make it "
@@ -421,5 +424,6 @@ def _access_error(parameter: Any, func: Callable[..., Any]) -> str:
         f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "
         "`with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "
         "`with zeroshard.gathered(model, write_rank=0):`. To train, call the model or one of its modules as "
-        "model(x), not model.forward(x) or another method, so that its hooks gather the parameters"
+        "model(x), not model.forward(x), so that its hooks gather the parameters; to call another method, register it: "
+        'zeroshard.register_forward_method(model, "name")'
     )

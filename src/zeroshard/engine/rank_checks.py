@@ -10,6 +10,7 @@ from zeroshard.comm import ConsistencyChecker, RanksDisagreeError
 from zeroshard.config.config import Config
 from zeroshard.memory import DiskError, TierAllocator
 from zeroshard.tensor_parallel import TensorParallelState
+from zeroshard.utils.stored_tensor import stored_files
 
 
 def verify_same_model(
@@ -26,6 +27,9 @@ def verify_same_model(
             [name, f"{tuple(p.shape)} {p.dtype}, {grad_mode}, {optimizer_entries.get(name, 'in no optimizer')}"]
         )
     described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
+    # ranks may read copies of the files on disks of their own
+    files = stored_files(model).values()
+    described += [["file " + file.path.name, file.fingerprint()] for file in sorted(files, key=lambda f: f.path.name)]
     compared = (
         "stage",
         "precision",

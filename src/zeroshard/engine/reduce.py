@@ -286,6 +286,18 @@ class ReduceQueue:
         reductions, cleared = self.history
         self.history = reductions, tuple(sorted({**dict(cleared), parameter: reductions}.items()))
 
+    def record_optimizer_clear(self, optimizer: int, count: int) -> None:
+        """Record that the reduced gradients of one of ``count`` optimizers are cleared.
+
+        What was before the last clear of each is forgotten.
+        """
+        self.record_clear(f"optimizer {optimizer}")
+        reductions, cleared = self.history
+        by_name = dict(cleared)
+        forgotten = min(by_name.get(f"optimizer {number}", 0) for number in range(count))
+        kept = [(name, number - forgotten) for name, number in cleared if number > forgotten]
+        self.history = reductions - forgotten, tuple(kept)
+
     def abort(self, keeps_position: bool) -> None:
         """Handle a backward that has raised: start again with the first unit, or go on from the next one."""
         self._position = self._position if keeps_position else 0
@@ -443,7 +455,7 @@ class GradReducer:
                     received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
                     work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received), 0
                 else:
-                    work, done = comm.all_reduce(result, comm.replicate_axes[0], what), 1
+                    work, done = comm.all_reduce_gradient(result, comm.replicate_axes[0], what), 1
                 work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
             self._local_reductions.append(_Reduction(work, axes, what, flat_grad, bucket_index, result, shard))
         if comm.data_parallel_size == 1 or not layout.buckets:  # nothing to reduce
@@ -478,7 +490,7 @@ class GradReducer:
             return work, axes
         for axis in axes:
             work.wait()
-            work = self._comm.all_reduce(result, axis, what)
+            work = self._comm.all_reduce_gradient(result, axis, what)
         return work, []
 
     def _finish(self, reduction: _Reduction) -> None:
@@ -490,11 +502,11 @@ class GradReducer:
             reduction.shard.copy_(reduction.result)
 
     def _wait_average(self, reduction: _Reduction) -> None:
-        """Wait until a reduction is summed over all ranks, and divide it by their number."""
+        """Wait until a reduction is averaged over all ranks, or summed; then divide it by their number."""
         reduction.work.wait()
         for axis in reduction.axes:
-            self._comm.all_reduce(reduction.result, axis, reduction.what).wait()
-        if self._comm.data_parallel_size > 1:
+            self._comm.all_reduce_gradient(reduction.result, axis, reduction.what).wait()
+        if self._comm.data_parallel_size > 1 and reduction.result.dtype not in self._comm.averaged_dtypes:
             reduction.result.mul_(1 / self._comm.data_parallel_size)
 
     def wait(self) -> None:

@@ -67,7 +67,7 @@ class ParamGrads:
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
         if self.comm.shard_axis.size > 1 or self.comm.tensor_axis.size > 1 or self.is_scaled:
-            return ShardedGradient(ParamGradHandle(self, gradient, info.index, gradients.clear_count))
+            return ShardedGradient(ParamGradHandle(self, gradient, info.index, gradient.clear_count))
         gradients.scaling.apply()
         self.state_guard.invalidate_speculation()  # the user may write into the result
         gradients.prepare_write(gradient)
@@ -104,7 +104,7 @@ class ParamGradHandle:
     param_grads: ParamGrads
     flat_grad: FlatGrad
     index: int
-    clear_count: int  # of ``gradients``, when ``parameter.grad`` was read
+    clear_count: int  # of ``flat_grad``, when ``parameter.grad`` was read
 
     @property
     def gradients(self) -> Gradients:
@@ -125,7 +125,7 @@ class ParamGradHandle:
     def finish_reduction(self, what: str) -> None:
         """Reduce pending gradients on all ranks; raise if this gradient was cleared."""
         self.param_grads.state_guard.check_states_reloaded()
-        if self.clear_count != self.gradients.clear_count or not self.flat_grad.is_param_used[self.index]:
+        if self.clear_count != self.flat_grad.clear_count or not self.flat_grad.is_param_used[self.index]:
             raise RuntimeError(
                 f"this gradient of {self.name!r} was cleared after parameter.grad was read: read it again after the "
                 "next backward(), or keep parameter.grad.clone()"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,11 @@ from zeroshard.engine.parameter import param_info
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back
 from zeroshard.utils.profiling import label
+
+AVERAGED_ERROR = (
+    "inside `with ema.swapped():`, where the model has the averages of its parameters in place of their values: leave "
+    "the block first"
+)
 
 
 class StateGuard:
@@ -34,6 +41,8 @@ class StateGuard:
         self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
         self.has_loss_scale = False  # set by the optimizer with fp16
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # every EMA of the model
+        self.has_averages = False  # whether the parameters are an EMA's averages: inside EMA.swapped()
         self.frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
@@ -48,7 +57,7 @@ class StateGuard:
         """Raise if a forward would compute with other values than the user expects; take over the user's edits."""
         self.check_valid(*self.invalid_states)
         self.check_states_reloaded()
-        self.check_frozen()
+        _check_frozen(self.frozen_flats)
         self.sync_user_edits()
 
     def detect_forward_edits(self) -> None:
@@ -71,16 +80,6 @@ class StateGuard:
             if part in self.invalid_states:
                 raise RuntimeError(self.invalid_states[part])
 
-    def check_frozen(self) -> None:
-        """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            unfrozen = [name for flat in self.frozen_flats for name, p in flat.named_parameters if p.requires_grad]
-        if unfrozen:
-            raise RuntimeError(
-                f"{unfrozen[0]!r} was frozen when shard() was called and requires a gradient now: call "
-                "zeroshard.unwrap(), set requires_grad, and shard again"
-            )
-
     def frozen_params_with_grads(self) -> list[str]:
         """Return the names of parameters that were frozen at shard() and have got a gradient since."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -91,8 +90,15 @@ class StateGuard:
         named = [p for flat in self.frozen_flats for name, p in flat.named_parameters if name in names]
         pop_autograd_grads(named) if set_to_none else zero_autograd_grads(named)
 
+    def check_not_averaged(self, call: str) -> None:
+        """Raise inside EMA.swapped(): ``call`` would change the averages instead of the model."""
+        if self.has_averages:
+            raise RuntimeError(f"{call} {AVERAGED_ERROR}")
+
     def check_not_gathered(self, call: str) -> None:
         """Raise inside gathered(): the parameters there are copies, so ``call`` would not change them."""
+        if self.has_averages:
+            self.check_not_averaged(call)
         if any(unit.has_gathered_copy for unit in self._units):
             raise RuntimeError(
                 f"{call} inside `with zeroshard.gathered()`: it would change the states, and the parameters inside are "
@@ -167,6 +173,12 @@ class StateGuard:
         if self._gradients.reducer.listeners:
             self._gradients.reducer.listeners.invalidate()
 
+    def apply_clip(self) -> None:
+        """Apply a clip of all gradients that no step has applied yet, because a part of them is about to change."""
+        if self._gradients.scaling.scale.clip_coef is not None:
+            self.invalidate_speculation()
+            self._gradients.scaling.apply()
+
     def wait_updates(self) -> None:
         """Wait for the updates and all-gathers that a step has started; raise if the states cannot be read."""
         self._wait_updates()
@@ -214,12 +226,18 @@ class StateGuard:
             with label("copy master weights"):
                 torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
 
-    def start_param_refresh(self) -> None:
-        """Start the all-gather of every rank's updated shard, if parameters are replicated.
+    def wait_refresh(self, units: Iterable[Unit]) -> None:
+        """Wait for all-gathers of these units that an earlier step has started: they read what is about to change."""
+        for unit in units:
+            if unit.state is UnitState.UNSHARDING and not unit.is_partitioned:
+                unit.wait_for_unshard()
+
+    def start_param_refresh(self, units: Iterable[Unit]) -> None:
+        """Start the all-gather of every rank's updated shard of these units, if their parameters are replicated.
 
         Units that are updated on the host are gathered when they are needed: the next forward waits unit by unit.
         """
-        for unit in self.replicated_units:
+        for unit in (unit for unit in units if not unit.is_partitioned):
             if unit.is_trainable and any(flat.spec.tier_placement.has_offloaded_optimizer for flat in unit.flats):
                 unit.mark_stale()
             elif unit.is_trainable and self._comm.shard_axis.size > 1:
@@ -269,3 +287,14 @@ class StateGuard:
             for unit in (*self.replicated_units, *unsharded):
                 unit.hide_reduced_grads()
             self._has_exposed_grads = False
+
+
+def _check_frozen(flats: list[FlatParam]) -> None:
+    """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        unfrozen = [name for flat in flats for name, p in flat.named_parameters if p.requires_grad]
+    if unfrozen:
+        raise RuntimeError(
+            f"{unfrozen[0]!r} was frozen when shard() was called and requires a gradient now: call "
+            "zeroshard.unwrap(), set requires_grad, and shard again"
+        )

@@ -115,7 +115,7 @@ def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Te
                 _broadcast_tp_replicated(flat, bucket, values, comm, what)
             changed.append(_write_bucket(flat, index, values, comm))
     unit.accept_edits()
-    return torch.stack(changed).any() if changed else torch.tensor(False)
+    return torch.stack(changed).any() if changed else torch.tensor(False, device="cpu")
 
 
 def _broadcast_tp_replicated(
@@ -168,17 +168,25 @@ def _make_unit_plain(unit: Unit, comm: Communicator) -> None:
     unit.wait_for_unshard()
     unit.release_params()
     for flat in unit.flats:
-        dtype = flat.dtype if flat.master is None else flat.master.dtype
-        full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        for i, (bucket, shard_range) in enumerate(zip(flat.layout.buckets, flat.shard_ranges, strict=True)):
-            shard = flat.local_shards[i] if flat.master is None else flat.master.read(shard_range, flat.device)
-            _all_gather_bucket(comm, full[bucket.slice], shard, unit.all_gather_label)
+        full = gather_exact(flat, comm, unit.all_gather_label)
         for index, parameter in enumerate(flat.parameters):
             view = flat.view(full, index)
             plain = torch.empty_strided(
                 view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
             )
             set_data_and_dtype(parameter, plain.copy_(view), flat.tp_params[index])
+
+
+def gather_exact(flat: FlatParam, comm: Communicator, what: str) -> torch.Tensor:
+    """Return all values of a flat, of its master weights if it has any. All ranks call it together."""
+    if flat.master is None and not flat.is_partitioned:  # every rank has them
+        return flat.full
+    dtype = flat.dtype if flat.master is None else flat.master.dtype
+    full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+    for i, (bucket, shard_range) in enumerate(zip(flat.layout.buckets, flat.shard_ranges, strict=True)):
+        shard = flat.local_shards[i] if flat.master is None else flat.master.read(shard_range, flat.device)
+        _all_gather_bucket(comm, full[bucket.slice], shard, what)
+    return full
 
 
 def _all_gather_bucket(comm: Communicator, output: torch.Tensor, shard: torch.Tensor, what: str) -> None:

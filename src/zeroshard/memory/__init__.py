@@ -14,6 +14,7 @@ from zeroshard.memory.tier_allocator import (
 from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
 from zeroshard.memory.tracker import (
     MODEL_STATE_KINDS,
+    STATE_KINDS,
     MemoryTracker,
     OwnedParam,
     Profile,
@@ -24,6 +25,7 @@ from zeroshard.memory.tracker import (
 
 __all__ = [
     "MODEL_STATE_KINDS",
+    "STATE_KINDS",
     "Arena",
     "BucketRing",
     "BucketSlot",

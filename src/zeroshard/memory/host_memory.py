@@ -63,7 +63,7 @@ def host_zeros(nbytes: int) -> torch.Tensor:
     >>> host_zeros(3)
     tensor([0, 0, 0], dtype=torch.uint8)
     """
-    return torch.zeros(nbytes, dtype=torch.uint8) if nbytes < MIN_MMAP_BYTES else mmap_buffer(nbytes)
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu") if nbytes < MIN_MMAP_BYTES else mmap_buffer(nbytes)
 
 
 def mmap_buffer(nbytes: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from zeroshard.comm import Traffic
 from zeroshard.utils.format import format_bytes
 
 MODEL_STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")
+STATE_KINDS = (*MODEL_STATE_KINDS, "averages")  # with those of an EMA
 
 
 @dataclass
@@ -186,7 +187,7 @@ class Report:
     @property
     def states(self) -> int:
         """Bytes of model states now: parameters, gradients, optimizer states and master weights."""
-        return sum(held.now for (kind, _), held in self.memory.items() if kind in MODEL_STATE_KINDS)
+        return sum(held.now for (kind, _), held in self.memory.items() if kind in STATE_KINDS)
 
     @property
     def communicated(self) -> int:

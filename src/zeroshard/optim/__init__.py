@@ -3,21 +3,25 @@
 from zeroshard.optim.cpu.apply import make_adam_update
 from zeroshard.optim.fused_adam.fused_adam import SUPPORTED_DTYPES
 from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, is_supported
+from zeroshard.optim.model_optimizers import ModelOptimizers, as_list
 from zeroshard.optim.muon import MAX_STACKED_NUMEL, MuonWithAdamW
 from zeroshard.optim.optimizer_copy import state_after_first_step, state_bytes_per_element
 from zeroshard.optim.routing import measure_update
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel
-from zeroshard.optim.state_dict import allocate_state
+from zeroshard.optim.state_dict import StateDtypes, allocate_state
 from zeroshard.optim.whole_params import assign_owners, split_batches
 
 __all__ = [
     "ADAM_STATE_KEYS",
     "MAX_STACKED_NUMEL",
     "SUPPORTED_DTYPES",
+    "ModelOptimizers",
     "MuonWithAdamW",
     "ShardedOptimizer",
+    "StateDtypes",
     "allocate_state",
+    "as_list",
     "assign_owners",
     "check_optimizer",
     "is_elementwise",

@@ -22,13 +22,13 @@ def clip_grad_norm(
     if norm_type not in (2, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, got {norm_type!r}")
     gradients = engine.gradients
-    _begin_clip(engine)
-    norm = _grouped_norm(engine, groups, norm_type) if groups.has_ungrouped else _global_norm(engine, norm_type)
+    _begin_clip(engine, groups)
+    norm = _grouped_norm(engine, groups, norm_type) if groups.own.has_ungrouped else _global_norm(engine, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"the gradient norm is {norm.item()}: the gradients were not clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if groups.has_ungrouped:
-        _prepare_write(engine)
+    if groups.own.has_ungrouped:
+        _prepare_write(engine, groups)
         gradients.scaling.multiply(groups.grad_shards(), coefficient)
     else:
         gradients.scaling.clip(coefficient)
@@ -39,9 +39,9 @@ def clip_grad_norm(
 def clip_grad_value(engine: Engine, groups: ParamGroups, clip_value: float) -> None:
     """Clamp every gradient element of the groups' parameters to [-clip_value, clip_value]."""
     gradients = engine.gradients
-    _begin_clip(engine)
+    _begin_clip(engine, groups)
     gradients.scaling.apply()
-    _prepare_write(engine)
+    _prepare_write(engine, groups)
     limit = torch.tensor(float(clip_value), device=engine.comm.device)
     limit = limit if gradients.scaling.scale.inv_scale is None else limit / gradients.scaling.scale.inv_scale
     for shard in groups.grad_shards():
@@ -49,16 +49,16 @@ def clip_grad_value(engine: Engine, groups: ParamGroups, clip_value: float) -> N
         torch.clamp(shard, -bound, bound, out=shard)
 
 
-def _begin_clip(engine: Engine) -> None:
+def _begin_clip(engine: Engine, groups: ParamGroups) -> None:
     engine.state_guard.check_states_reloaded()
-    engine.order.begin_pass("clip" + engine.gradients.scaled_suffix)
+    engine.order.begin_pass(f"clip{groups.member.label}" + engine.gradients.scaled_suffix)
     engine.reduce_pending()
 
 
-def _prepare_write(engine: Engine) -> None:
+def _prepare_write(engine: Engine, groups: ParamGroups) -> None:
     engine.state_guard.invalidate_speculation()
-    for flat_grad in engine.gradients.flat_grads.values():
-        engine.gradients.prepare_write(flat_grad)
+    for flat in groups.own.flats:
+        engine.gradients.prepare_write(engine.gradients.flat_grads[flat])
 
 
 def _global_norm(engine: Engine, norm_type: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _global_norm(engine: Engine, norm_type: float) -> torch.Tensor:
 
 
 def _grouped_norm(engine: Engine, groups: ParamGroups, norm_type: float) -> torch.Tensor:
-    is_grouped = [name in groups.grouped_names for flat in engine.gradients.flat_grads for name in flat.names]
+    is_grouped = [name in groups.member.names for flat in engine.gradients.flat_grads for name in flat.names]
     norms = engine.gradients.scaling.parameter_norms(norm_type)
     grouped = norms[torch.tensor(is_grouped, device=norms.device)]
     norm: torch.Tensor = torch.linalg.vector_norm(grouped, norm_type).float()

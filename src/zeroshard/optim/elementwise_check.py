@@ -21,14 +21,14 @@ What the trials must detect, and how:
 
 - trust ratios, clipping by norm: gradients from 1e-8 to 1e6, tensors of different scales, zeros, in fp64, where
   elementwise results match to 1e-12 of the change of an element;
-- rules on dimensions or sizes: 0 to 4 dimensions, a second trial with large tensors in the model's own dtype, and a
-  matrix as large as the largest of the model, up to 1040 x 1040;
+- rules on dimensions or sizes: 0 to 4 dimensions and those of the model, a second trial with large tensors in the
+  model's own dtype, and a matrix as large as the largest of the model, up to 1040 x 1040;
 - rules that join tensors of one shape, or of one number of dimensions: two of each, which two ranks have;
 - warmups and work on every n-th step: after some steps the step counters are set close to 10,000, then to 1,000,000;
 - sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
 - a rank that has no elements of a group: an empty group;
 - attributes and names of parameters: whole parameters have them, slices do not;
-- parameters without a gradient: some of the whole tensors have none in one step.
+- parameters without a gradient: some of the tensors have none in one step.
 
 An optimizer that cannot be tested is rejected: if it raises on the copies, needs a closure, draws random numbers,
 communicates, holds parameters outside its groups, has hooks or a replaced ``step``, keeps states that are not those of
@@ -45,7 +45,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ from zeroshard.optim.optimizer_copy import (
     OptimizerRefusedError,
     SideEffectGuard,
     check_can_copy,
+    check_holds_no_parameters,
 )
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
 from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, WHOLE_PARAM_OPTIMIZERS
@@ -75,6 +76,7 @@ UNSUPPORTED_OPTIMIZERS: dict[type[torch.optim.Optimizer], str] = {
 _eager_lock = threading.Lock()  # torch's stance is global, and ranks may be threads
 
 JUMPS_TO_STEP = (9_998, 999_998)  # new values of step counters: after warmups, and just before multiples of periods
+UNUSED_PERIOD = 3  # every third tensor has no gradient in one step
 MAX_TRIED_DIM = 1040  # of a square matrix: takes half a second
 
 
@@ -86,13 +88,14 @@ def find_whole_param_groups(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
     dtype: torch.dtype | None,
-    new_group: dict[str, Any] | None = None,
+    groups: list[dict[str, Any]] | None = None,
 ) -> list[bool]:
     """Return for each group whether its rule needs whole parameters; raise if it needs several at once.
 
     See [Note: testing that an optimizer is elementwise]. ``elementwise``: what the user asserts, so that nothing is
-    tested; False: it needs whole parameters. ``dtype`` is the dtype of the update; None: that of each parameter.
-    ``new_group``: test only this group, which is added to an optimizer that was tested before.
+    tested; False: it needs whole parameters. One that holds parameters is rejected even then. ``dtype`` is the dtype of
+    the update; None: that of each parameter. ``groups``: test these, of an optimizer that was tested before:
+    a group that is added, or all with new options.
 
     >>> parameters = [nn.Parameter(torch.ones(2, 2))]
     >>> find_whole_param_groups(torch.optim.Adam(parameters), None, None)
@@ -105,8 +108,15 @@ def find_whole_param_groups(
             raise ValueError(
                 f"torch.optim.{known.__name__} cannot run on shards: {reason}. Use another optimizer (AdamW, Muon, …)"
             )
-    groups = optimizer.param_groups if new_group is None else [{**optimizer.defaults, **new_group}]
+    is_first, groups = groups is None, optimizer.param_groups if groups is None else groups
+    if elementwise and type(optimizer) in WHOLE_PARAM_OPTIMIZERS:
+        elementwise = None  # known to need whole parameters; the assertion is meant for another of several optimizers
     if elementwise is not None:
+        if is_first and type(optimizer) not in (*ELEMENTWISE_OPTIMIZERS, *WHOLE_PARAM_OPTIMIZERS):
+            try:
+                check_holds_no_parameters(optimizer)
+            except OptimizerRefusedError as why:
+                raise ValueError(f"{type(optimizer).__qualname__} cannot run on shards: {why}") from None
         return [not elementwise] * len(groups)
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return [False] * len(groups)
@@ -116,7 +126,7 @@ def find_whole_param_groups(
         return [True] * len(groups)
     kind = type(optimizer).__qualname__
     try:
-        if new_group is None:
+        if is_first:
             check_can_copy(optimizer)
         with _eager_lock, torch.compiler.set_stance("force_eager"):
             return _classify(optimizer, groups, dtype)
@@ -135,6 +145,79 @@ def find_whole_param_groups(
             "gradient and states, pass elementwise=True to shard(); if each parameter from that parameter's own, "
             "elementwise=False"
         ) from why.__cause__
+
+
+class RuleChecker:
+    """Notices what changes the rule of a group on slices after ``shard()``: an option, or attributes of parameters.
+
+    Then the group is tried again, and rejected if it needs whole parameters now. Each combination is tried once.
+    Numbers count only as zero or not, learning rates not at all: schedulers change them. What the optimizer itself
+    changes in a step is not tried.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, groups: list[Any]) -> None:
+        """``groups``: each a mapping with the model's parameters, and whether it ``needs_whole``; may grow."""
+        self._optimizer, self._dtype, self._groups = optimizer, dtype, groups
+        self._last = self._rules()
+        self._tried = [self._last]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, elementwise: bool | None, *others: Any) -> RuleChecker | None:
+        """Return None if the rule is known to stay the same, or if the user asserts what it is."""
+        is_fixed = type(optimizer) in (*ELEMENTWISE_OPTIMIZERS, torch.optim.Adafactor, torch.optim.Muon)
+        return None if is_fixed or elementwise is not None else cls(optimizer, *others)
+
+    def check(self) -> None:
+        """Raise if a group on slices needs whole parameters now. All ranks call it before a step."""
+        rules = self._rules()
+        if rules == self._last:
+            return
+        self._last = [*self._last, *rules[len(self._last) :]]  # add_param_group() has tried the new groups
+        if rules != self._last and rules not in self._tried:
+            self._try(rules)
+            self._tried.append(rules)
+        self._last = rules
+
+    def _try(self, rules: list[dict[Any, Any]]) -> None:
+        changes = [
+            f"parameters of group {number} have the attributes {sorted(now[key] - before[key])} now"
+            if key is None
+            else f"{key!r} of group {number} is {_short_repr(self._groups[number].get(key))} now"
+            for number, (before, now) in enumerate(zip(self._last, rules, strict=True))
+            for key in before | now
+            if before.get(key) != now.get(key)
+        ]
+        what = f"the rule of {type(self._optimizer).__qualname__} has changed after shard(): {'; '.join(changes)}"
+        try:
+            groups = [dict(group) for group in self._groups]
+            needs_whole = find_whole_param_groups(self._optimizer, None, self._dtype, groups)
+        except ValueError as error:
+            raise RuntimeError(f"{what}. {error}") from error
+        if any(now and not group.needs_whole for now, group in zip(needs_whole, self._groups, strict=True)):
+            raise RuntimeError(
+                f"{what}. With this it reads whole parameters, which slices do not have: set it before shard(), or "
+                "pass elementwise=False to shard()"
+            )
+
+    def accept(self) -> None:
+        """Accept what the optimizer itself has changed in its options."""
+        self._last = self._rules()
+
+    def _rules(self) -> list[dict[Any, Any]]:
+        """Return what decides over the rule of each group: options by name, and names of attributes under None."""
+        rules = []
+        for group in self._groups:
+            options: dict[Any, Any] = {}
+            for key, value in group.items():
+                if value is None or isinstance(value, (bool, str, torch.dtype)):
+                    options[key] = value
+                elif key not in ("params", "param_names") and "lr" not in key:
+                    options[key] = bool(value != 0) if isinstance(value, (int, float)) else type(value)
+            if not group.needs_whole:
+                names = set().union(*map(vars, group["params"]))
+                options[None] = {name for name in names if not name.startswith("_zeroshard")}
+            rules.append(options)
+        return rules
 
 
 def _classify(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> list[bool]:
@@ -182,6 +265,7 @@ class _TrialSpec:
     grad_scales_after_jump: tuple[float, ...]
     splits: tuple[tuple[int, ...], ...]  # for each rank, where its slices begin and where the last one ends
     tolerance: float  # relative to the change of an element
+    tries_unused: bool = False  # also with slices of tensors that have no gradient in a step
 
     @property
     def sizes(self) -> list[int]:
@@ -199,6 +283,13 @@ class _TrialSpec:
             _Span(start, end, shape) for (start, end), shape in zip(itertools.pairwise(ends), self.shapes, strict=True)
         ]
 
+    def with_dims(self, dims: set[int]) -> _TrialSpec:
+        """Add two tensors for each number of dimensions that none has yet."""
+        missing = sorted(dims - {len(shape) for shape in self.shapes})
+        added = replace(self, shapes=(*self.shapes, *((2,) * dim for dim in missing for _ in range(2))))
+        ends = {self.numel: added.numel}
+        return replace(added, splits=tuple(tuple(ends.get(at, at) for at in split) for split in self.splits))
+
 
 _SMALL_TRIAL = _TrialSpec(  # each number of dimensions twice in one shape: a rule may join tensors of a shape
     shapes=(
@@ -209,6 +300,7 @@ _SMALL_TRIAL = _TrialSpec(  # each number of dimensions twice in one shape: a ru
     grad_scales_after_jump=(1, 1, 30, -1, 1e6, 1),
     splits=((0, 181), (0, 37), (37, 181), (0, 10, 61), (), (61, 62, 181)),  # of one rank, of two, of three
     tolerance=1e-5,
+    tries_unused=True,
 )
 _LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (128 x 128) or states quantized (4096)
     shapes=((144, 128), (1040, 8), (16, 16, 3, 3), (4608,)),
@@ -246,7 +338,8 @@ def _run_trials(
     devices = list(dict.fromkeys([torch.device("cpu"), *(p.device for p in parameters if p.device.type == "cuda")]))
     trial = partial(_Trial, optimizer, groups, is_whole)
     wide_dtypes = (torch.float64, torch.float32)
-    _run_first_decisive([trial(_SMALL_TRIAL, wide, device) for device in devices for wide in wide_dtypes])
+    small = _SMALL_TRIAL.with_dims({p.dim() for p in parameters})
+    _run_first_decisive([trial(small, wide, device) for device in devices for wide in wide_dtypes])
     specs = [_LARGE_WHOLE_TRIAL] if any(is_whole) else [_LARGE_TRIAL, *_huge_trials(parameters)]
     for model_dtype in {dtype} if dtype is not None else {p.dtype for p in parameters}:
         for spec in specs:
@@ -285,20 +378,41 @@ class _Trial:
         if full.reads and not self.has_whole:
             raise ElementwiseMismatchError(f"it reads {full.reads[0]!r} of parameters, and slices have none")
         for number in range(4 if self.has_whole else len(self.spec.splits)):
-            spans = self._spans_of_rank(number)
-            part = _TrialRun(self, spans, full.is_seeded)
-            try:
-                part.run(full.has_jumped, full.has_unused)
-            except (ElementwiseUndecidedError, ElementwiseMismatchError):
-                raise
-            except Exception as error:
-                count = sum(map(len, spans))
-                what = f"{count} of {len(self.spec.shapes)} tensors" if self.has_whole else "flat slices"
-                what = f"on {what if count else 'a group without parameters'} it raises {type(error).__name__}: {error}"
-                raise ElementwiseMismatchError(what) from error
-            self._compare_values(full, part)
-            _compare_states(full, part, self.spec.tolerance)
-            _compare_stored(full.stored, part.stored)
+            self._compare_part(full, self._spans_of_rank(number))
+        if not self.has_whole and self.spec.tries_unused:
+            self._compare_unused(full.is_seeded)
+
+    def _compare_unused(self, is_seeded: bool) -> None:
+        """Compare runs in which some tensors have no gradient in a step: all those of one rank, none of another.
+
+        The slices have one tensor each: see [Note: optimizer slices].
+        """
+        full = _TrialRun(self, self.full_spans(), is_seeded, is_full=True)
+        try:
+            full.run(jump=False, has_unused=True)
+        except ElementwiseUndecidedError:
+            raise
+        except Exception:  # so it does without zeroshard
+            return
+        for first in range(2):
+            tensors = [spans[first::UNUSED_PERIOD] for spans in self.full_spans()]
+            self._compare_part(full, [[_Span(s.start, s.end, (s.end - s.start,)) for s in spans] for spans in tensors])
+
+    def _compare_part(self, full: _TrialRun, spans: list[list[_Span]]) -> None:
+        """Run on the tensors of a rank, and compare."""
+        part = _TrialRun(self, spans, full.is_seeded)
+        try:
+            part.run(full.has_jumped, full.has_unused)
+        except (ElementwiseUndecidedError, ElementwiseMismatchError):
+            raise
+        except Exception as error:
+            count = sum(map(len, spans))
+            what = f"{count} of {len(self.spec.shapes)} tensors" if self.has_whole else "flat slices"
+            what = f"on {what if count else 'a group without parameters'} it raises {type(error).__name__}: {error}"
+            raise ElementwiseMismatchError(what) from error
+        self._compare_values(full, part)
+        _compare_states(full, part, self.spec.tolerance)
+        _compare_stored(full.stored, part.stored)
 
     def full_spans(self) -> list[list[_Span]]:
         """Return the full tensors of each group: a rule may accept only the dimensions that a whole group has."""
@@ -575,10 +689,12 @@ class _TrialRun:
                 self._record_values()
 
     def _set_gradients(self, gradients: list[torch.Tensor], has_unused: bool) -> None:
+        unused_starts = {span.start for span in self.trial.spec.tensors[1::UNUSED_PERIOD]}
         for number, (parameters, spans) in enumerate(zip(self.parameters, self.spans, strict=True)):
+            can_be_unused = has_unused and (self.trial.is_whole[number] or not self.trial.has_whole)
             for parameter, span in zip(parameters, spans, strict=True):
                 gradient = gradients[number][span.start : span.end].reshape(span.shape).clone()
-                is_unused = has_unused and self.trial.is_whole[number] and self.trial.spec.tensors.index(span) % 3 == 1
+                is_unused = can_be_unused and span.start in unused_starts
                 parameter.grad = None if is_unused else gradient
 
     def check_values(self) -> None:

@@ -14,17 +14,33 @@ GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doub
 
 
 class LossScale:
-    """The dynamic loss scale of fp16. It stays on the device: using or changing it needs no host sync."""
+    """The dynamic loss scale of fp16. It stays on the device: using or changing it needs no host sync.
 
-    def __init__(self, initial: float, device: torch.device) -> None:
-        self.scale = torch.full((), initial, device=device)  # fp32
-        self.inverse_scale = 1 / self.scale  # fp32
+    [Note: one loss scale for several optimizers]
+    The optimizers of one model share it, as with one ``torch.amp.GradScaler``: each skips its own step if one of its
+    own gradients overflowed, and the scale is updated once for all steps. There is no ``scaler.update()`` that says
+    when all have been stepped. So it is updated when the next loss is scaled, and then for all steps since the last.
+    """
+
+    def __init__(self, initial: float, device: torch.device, is_shared: bool = False) -> None:
+        """``is_shared``: by several optimizers."""
+        self._scale = torch.full((), initial, device=device)  # fp32
+        self.inverse_scale = 1 / self._scale  # fp32
         self.found_inf = torch.zeros((), device=device)  # fp32, 1 if a gradient was not finite on any rank
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._is_shared = is_shared
+        self._has_stepped = False  # whether a step has used scaled gradients since the last update
+        self._overflow = torch.zeros((), device=device)  # fp32, 1 if one of these steps was skipped
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale of the next loss, on the device, in fp32."""
+        return self._next_update()[0] if self._has_stepped else self._scale
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, and hook its backward to record that."""
-        scaled = loss.float() * self.scale
+        self._update()
+        scaled = loss.float() * self._scale
         if scaled.requires_grad:
             scaled.register_hook(partial(on_scaled_loss, self.inverse_scale))  # type: ignore[no-untyped-call]
         return scaled
@@ -45,20 +61,43 @@ class LossScale:
 
     def state(self) -> list[float]:
         """Return the scale and the growth tracker (steps since the last overflow), as plain numbers."""
-        return [float(self.scale), float(self._growth_tracker)]
+        return [float(value) for value in self._next_update()]
 
     def load(self, state: list[float]) -> None:
         """Restore the result of :meth:`state`."""
-        self.scale.fill_(state[0])
+        self._has_stepped = False
+        self._overflow.zero_()
+        self._scale.fill_(state[0])
         self._growth_tracker.fill_(int(state[1]))
-        self.inverse_scale = 1 / self.scale
+        self.inverse_scale = 1 / self._scale
 
     def finish_step(self, is_scaled: bool) -> None:
         """Clear ``found_inf``; halve the scale after an overflow, and double it after many steps without.
 
-        If no loss was scaled (``is_scaled`` is False), the scale does not change.
+        If no loss was scaled (``is_scaled`` is False), the scale does not change. If several optimizers share it, it
+        changes when the next loss is scaled.
         """
         if is_scaled:
-            torch._amp_update_scale_(self.scale, self._growth_tracker, self.found_inf, 2.0, 0.5, GROWTH_INTERVAL)
-            self.inverse_scale = 1 / self.scale
+            self._has_stepped = True
+            torch.maximum(self._overflow, self.found_inf, out=self._overflow)
+            if not self._is_shared:
+                self._update()
         self.found_inf.zero_()
+
+    def _update(self) -> None:
+        """Update the scale after the steps since the last update, if there are any."""
+        if self._has_stepped:
+            _update_scale(self._scale, self._growth_tracker, self._overflow)
+            self.inverse_scale, self._has_stepped = 1 / self._scale, False
+            self._overflow.zero_()
+
+    def _next_update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the scale and the growth tracker will be when the next loss is scaled."""
+        scale, growth_tracker = self._scale.clone(), self._growth_tracker.clone()
+        if self._has_stepped:
+            _update_scale(scale, growth_tracker, self._overflow)
+        return scale, growth_tracker
+
+
+def _update_scale(scale: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor) -> None:
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, 2.0, 0.5, GROWTH_INTERVAL)

@@ -138,15 +138,16 @@ def orthogonalize(
     """
     a, b, c = coefficients
     rows, columns = matrices[0].shape
-    stack = torch.stack([matrix.bfloat16() for matrix in matrices])
-    if rows > columns:
-        stack = stack.mT
-    stack = stack / torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
+    stack = torch.empty((len(matrices), rows, columns), dtype=torch.bfloat16, device=matrices[0].device)
+    torch._foreach_copy_(list(stack.unbind()), list(matrices))
+    stack /= torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        gram = torch.bmm(stack, stack.mT)
+        # torch transposes tall matrices; the products in the other order are the transposes of its own.
+        gram = torch.bmm(stack.mT, stack) if rows > columns else torch.bmm(stack, stack.mT)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        stack = torch.baddbmm(stack, gram, stack, beta=a)
-    return list((stack.mT if rows > columns else stack).unbind())
+        factors = (stack, gram) if rows > columns else (gram, stack)
+        stack = torch.baddbmm(stack, *factors, beta=a)
+    return list(stack.unbind())
 
 
 def _lr_ratio(shape: torch.Size, adjustment: str | None) -> float:

@@ -44,13 +44,15 @@ class OptimizerRefusedError(ElementwiseUndecidedError):
 class OptimizerCopier:
     """Copies an optimizer to a device, without its groups and states; the copy shares nothing that a step may change.
 
+    ``only_checks``: share what cannot be copied, to find out only whether it holds parameters.
+
     >>> copier = OptimizerCopier(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5), torch.device("cpu"))
     >>> copier.clone.defaults["lr"], copier.clone.param_groups
     (0.5, [])
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, only_checks: bool = False) -> None:
+        self._optimizer, self._device, self._only_checks = optimizer, device, only_checks
         self._objects: dict[int, Any] = {}  # copies of objects, by id; None: being copied
         self._param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.clone: Any = object.__new__(type(optimizer))
@@ -89,10 +91,10 @@ class OptimizerCopier:
                     f"{where} holds parameters, and on shards it would still use these. Read them from param_groups"
                 )
             if value.numel() > MAX_COPIED_ELEMENTS:
-                raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
+                return self._share(value, f"{where} holds a tensor of {value.numel()} elements")
             return value.detach().to(self._device, copy=True)
         if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > MAX_COPIED_ELEMENTS:
-            raise ElementwiseUndecidedError(f"{where} holds {len(value)} entries")
+            self._share(value, f"{where} holds {len(value)} entries")
         if isinstance(value, dict):
             copied = {copy_nested(key): copy_nested(entry) for key, entry in value.items()}
             return defaultdict(value.default_factory, copied) if isinstance(value, defaultdict) else type(value)(copied)
@@ -113,8 +115,11 @@ class OptimizerCopier:
             if isinstance(value.__self__, type):
                 return value
         if isinstance(value, (torch.Generator, random.Random)):
-            raise OptimizerRefusedError(f"{where} holds a generator: {RANDOM_ERROR}")
+            return self._share(value, f"{where} holds a generator: {RANDOM_ERROR}", OptimizerRefusedError)
         if isinstance(value, (torch.optim.Optimizer, nn.Module)):
+            groups = [{"params": value.parameters()}] if isinstance(value, nn.Module) else value.param_groups
+            if self._only_checks and self._param_ids.isdisjoint(id(p) for group in groups for p in group["params"]):
+                return value
             raise OptimizerRefusedError(
                 f"{where} holds a {type(value).__name__}, whose parameters it would still use on shards. If it wraps "
                 "an optimizer, pass that one to shard()"
@@ -126,7 +131,13 @@ class OptimizerCopier:
                 clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
                 self._objects[id(value)] = clone
             return clone
-        raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
+        return self._share(value, f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
+
+    def _share(self, value: Any, why: str, error: type[Exception] = ElementwiseUndecidedError) -> Any:
+        """Return a value that is not copied, if nothing is stepped; else raise the reason."""
+        if self._only_checks:
+            return value
+        raise error(why)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -143,6 +154,13 @@ def is_scheduler_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the ``step`` in an optimizer's ``__dict__`` is an LR scheduler's wrapper, which only counts."""
     step: Any = vars(optimizer).get("step")
     return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
+
+
+def check_holds_no_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if attributes or options of groups hold parameters, or their ids."""
+    copier = OptimizerCopier(optimizer, torch.device("cpu"), only_checks=True)
+    for number, group in enumerate(optimizer.param_groups):
+        copier.copy_options(group, number)
 
 
 def check_can_copy(optimizer: torch.optim.Optimizer) -> None:
@@ -223,7 +241,10 @@ def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def state_after_first_step(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Return the state of a parameter of ``shape`` after one step with a group's hyper-parameters.
 
@@ -234,12 +255,29 @@ def state_after_first_step(
         ...
     KeyError: 'betas'
     """
-    parameter = nn.Parameter(torch.zeros(shape))
-    parameter.grad = torch.zeros(shape)
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
     copier = OptimizerCopier(optimizer, parameter.device)
     copier.clone.param_groups = [{**copier.copy_options(group, 0), "params": [parameter]}]
     type(optimizer).step(copier.clone)
     return dict(copier.clone.state[parameter])
+
+
+def state_dtypes(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtypes of the states that an optimizer gives to a parameter of ``dtype``, by key, as far as known.
+
+    >>> adam = torch.optim.Adam([nn.Parameter(torch.ones(1))])
+    >>> state_dtypes(adam, adam.param_groups[0], 1, torch.bfloat16)
+    {'step': torch.float32, 'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.bfloat16}
+    """
+    try:
+        with torch.no_grad(), SideEffectGuard():  # type: ignore[no-untyped-call]
+            state = state_after_first_step(optimizer, group, torch.Size([2] * dims), dtype)
+    except Exception:  # any code of the user: it may need other shapes, or draw random numbers
+        return {}
+    return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def read_state_dict(
@@ -259,7 +297,7 @@ def read_state_dict(
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         return states
     clone = OptimizerCopier(optimizer, torch.device("cpu")).clone
-    scalar = torch.zeros((), dtype=dtype)  # expanded: the parameters take no memory
+    scalar = torch.zeros((), dtype=dtype, device="cpu")  # expanded: the parameters take no memory
     clone.param_groups = [{"params": [nn.Parameter(scalar.expand(shape)) for shape in group]} for group in shapes]
     clone.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
     parameters = [p for group in clone.param_groups for p in group["params"]]

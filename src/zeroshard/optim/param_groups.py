@@ -6,16 +6,17 @@ import copy
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, GradHistory, param_info
+from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, FlatParam, GradHistory, Unit, param_info
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.model_optimizers import Membership
 from zeroshard.optim.slices import OptimizerSlice, make_slices
 from zeroshard.optim.step import OptimizerStep
 
@@ -40,25 +41,16 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
     (0.3, 0.4, 0.3, False)
     """
 
-    def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter], needs_whole: bool = False) -> None:
         super().__init__()
-        self._inner, self._parameters, self._param_count = inner, parameters, len(parameters)
+        self._inner, self.parameters, self.needs_whole = inner, parameters, needs_whole
         self._param_names = inner.get("param_names")  # of ``parameters``; the inner group may have fewer
-
-    def check_unchanged(self) -> None:
-        """Raise if parameters were added to or removed from the list: it would have no effect."""
-        if len(self._parameters) != self._param_count:
-            raise RuntimeError(
-                f"a parameter group had {self._param_count} parameters at shard() and has {len(self._parameters)} now, "
-                "which has no effect: to train more, call optimizer.add_param_group(); to train fewer, call "
-                "zeroshard.unwrap() and shard again"
-            )
 
     def __getitem__(self, key: str) -> Any:
         """Return the model's parameters for "params", and their names; else the inner group's entry."""
         if key == "param_names" and self._param_names is not None:
             return self._param_names
-        return self._parameters if key == "params" else self._inner[key]
+        return self.parameters if key == "params" else self._inner[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set an entry of the inner group."""
@@ -66,7 +58,7 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
             self._param_names = value
         elif key != "params":
             self._inner[key] = value
-        elif value is not self._parameters:
+        elif value is not self.parameters:
             raise RuntimeError(
                 "the parameters of a group cannot be replaced after zeroshard.shard(): call "
                 "optimizer.add_param_group() to add some, or zeroshard.unwrap() and shard again"
@@ -140,11 +132,13 @@ class StepChecker:
         self._device = device
         self._options: list[dict[str, Any]] | None = None
         self._grad_history = NO_HISTORY
-        self._local_digest = torch.empty(0, dtype=torch.uint8)
+        self._local_digest = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._received_bytes = bytearray(4 * DIGEST_BYTES)  # read without a torch operation
         self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
         self._pinned = (
-            torch.empty(4 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+            torch.empty(4 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+            if device.type == "cuda"
+            else None
         )
         self._copy_done: torch.cuda.Event | None = None  # the copy of the result to the host
 
@@ -212,33 +206,48 @@ class FrozenParamStates:
     scalars: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class OwnParams:
+    """The trainable parameters in the groups of one optimizer, and where they are."""
+
+    params: list[nn.Parameter] = field(default_factory=list)
+    flats: dict[FlatParam, bool] = field(default_factory=dict)  # and whether all parameters of the flat are in groups
+    units: list[Unit] = field(default_factory=list)
+    has_ungrouped: bool = False  # whether there are others, whose gradients are not touched
+
+    @classmethod
+    def find(cls, engine: Engine, names: set[str]) -> OwnParams:
+        """Find the parameters with these names; frozen ones do not count."""
+        flats = list(engine.gradients.flat_grads)
+        trainable = [pair for flat in flats for pair in flat.named_parameters]
+        own_flats = {flat: names.issuperset(flat.names) for flat in flats if not names.isdisjoint(flat.names)}
+        units = [unit for unit in engine.units if not own_flats.keys().isdisjoint(unit.flats)]
+        params = [parameter for name, parameter in trainable if name in names]
+        return cls(params, own_flats, units, has_ungrouped=len(params) < len(trainable))
+
+
 class ParamGroups:
     """The parameter groups of one optimizer: the names of their parameters, and the slices that replace them."""
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        engine: Engine,
+        member: Membership,
         cpu_updates: CpuUpdates | None,
         step: OptimizerStep,
     ) -> None:
-        self.inner, self._engine, self._cpu_updates = inner, engine, cpu_updates
+        engine = self._engine = member.shared.engine
+        self.inner, self.member, self._cpu_updates = inner, member, cpu_updates
         self._slice_guard, self._max_slice_numel, self.whole = step.slice_guard, step.max_slice_numel, step.whole
         self.names: list[list[str]] = []  # per group, in the order the user gave them
         self.views: list[ParamGroupView] = []  # the groups as users see them
         self.slices: list[list[OptimizerSlice]] = []  # per group; none for a group of whole parameters
         self.all_slices: list[OptimizerSlice] = []
-        self.has_ungrouped = False  # whether a trainable parameter is in no group: its gradient is not touched
+        self.own = OwnParams()
         self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_flags_cache: tuple[list[bool], torch.Tensor] | None = None
         self._step_checker = StepChecker(engine.comm.device)
-        self._params: list[nn.Parameter] = []  # the trainable parameters in groups
-
-    @property
-    def grouped_names(self) -> set[str]:
-        """The names of the parameters in groups."""
-        return {name for names in self.names for name in names}
 
     def as_named(self) -> list[dict[str, Any]]:
         """Return the groups with the names of their parameters: a rank may have no slice of a group."""
@@ -252,11 +261,10 @@ class ParamGroups:
             name: p for unit in self._engine.units for flat in unit.flats for name, p in flat.named_parameters
         }
         self.names.append(names)
-        self.views.append(ParamGroupView(self.inner.param_groups[index], [parameters[name] for name in names]))
-        grouped_names = self.grouped_names
-        trainable = {name: p for flat in flats for name, p in flat.named_parameters}
-        self.has_ungrouped = not trainable.keys() <= grouped_names
-        self._params = [p for name, p in trainable.items() if name in grouped_names]
+        listed = [parameters[name] for name in names]
+        self.views.append(ParamGroupView(self.inner.param_groups[index], listed, needs_whole))
+        self.member.names.update(names)
+        self.own = OwnParams.find(self._engine, self.member.names)
         self.slices.append([])
         if needs_whole:
             self._set_whole(index, names)
@@ -277,17 +285,25 @@ class ParamGroups:
             group["param_names"] = [labels[param.name] for param in owned]
         self._slice_guard.guard(group["params"])
 
+    def check_unchanged(self) -> None:
+        """Raise if parameters were added to or removed from the list of a group: it would have no effect."""
+        for names, view in zip(self.names, self.views, strict=True):
+            if len(names) != len(view.parameters):
+                raise RuntimeError(
+                    f"a parameter group had {len(names)} parameters at shard() and has {len(view.parameters)} now, "
+                    "which has no effect: to train more, call optimizer.add_param_group(); to train fewer, call "
+                    "zeroshard.unwrap() and shard again"
+                )
+
     def check_addable(self, parameters: list[nn.Parameter]) -> list[str]:
         """Return the names of parameters for a new group; raise if they are not the model's or in a group already."""
         names: list[str] = []
-        grouped_names = self.grouped_names
         for parameter in parameters:
             info = param_info(parameter)
             if info is None or info.flat() not in self._engine.gradients.flat_grads:
                 raise ValueError("add_param_group() takes trainable parameters of the sharded model only")
-            if info.name in grouped_names:
-                raise ValueError(f"{info.name!r} is already in a parameter group")
             names.append(info.name)
+        self.member.check_ungrouped(names)
         return names
 
     def split(self, index: int) -> None:
@@ -328,7 +344,7 @@ class ParamGroups:
 
     def grouped_params(self) -> list[tuple[FlatGrad, int]]:
         """Return the trainable parameters in groups: (gradient of the flat, index in the flat)."""
-        grouped_names = self.grouped_names
+        grouped_names = self.member.names
         return [
             (flat_grad, index)
             for flat, flat_grad in self._engine.gradients.flat_grads.items()
@@ -338,9 +354,31 @@ class ParamGroups:
 
     def grad_shards(self) -> list[torch.Tensor]:
         """Return this rank's reduced gradients of the parameters in groups."""
-        if not self.has_ungrouped:
+        if not self.own.has_ungrouped:
             return self._engine.gradients.scaling.shards()
         return [shard for flat_grad, index in self.grouped_params() for _, shard in flat_grad.param_shards(index)]
+
+    def has_grads(self) -> bool:
+        """Return whether this rank has a gradient of a parameter in a group."""
+        return any(flat_grad.is_param_used[index] for flat_grad, index in self.grouped_params())
+
+    def clear_grads(self, set_to_none: bool) -> None:
+        """Clear the gradients of the parameters in groups, or set them to zero."""
+        gradients = self._engine.gradients
+        if not self.own.has_ungrouped:
+            gradients.clear(set_to_none)
+            return
+        self.member.discards_grads |= self.member.backwards > 0
+        self._engine.state_guard.apply_clip()  # of all gradients
+        own = [gradients.flat_grads[flat] for flat, has_all in self.own.flats.items() if has_all]
+        gradients.clear_flats(own, set_to_none)
+        for flat_grad, index in self.grouped_params():
+            if not self.own.flats[flat_grad.flat]:  # the flat also has parameters in no group, or of another optimizer
+                gradients.prepare_write(flat_grad)
+                flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)
+        gradients.reduce_queue.record_optimizer_clear(self.member.number, self.member.shared.count)
+        if set_to_none:
+            gradients.clear_if_empty()
 
     def check_frozen_grads(self) -> None:
         """Raise if a parameter in a group that was frozen at shard() has a gradient: torch would update it.
@@ -348,7 +386,7 @@ class ParamGroups:
         It has no shard.
         """
         given = self._engine.state_guard.frozen_params_with_grads()
-        given = [name for name in given if name in self.grouped_names] if given else given
+        given = [name for name in given if name in self.member.names] if given else given
         if given:
             raise RuntimeError(
                 f"{given[0]!r} was frozen when shard() was called and has a gradient now: clear it (parameter.grad = "
@@ -362,7 +400,8 @@ class ParamGroups:
         parameter is used. So if all parameters are used, there is no host sync.
         """
         comm, gradients = self._engine.comm, self._engine.gradients
-        flags = [flag for flat_grad in gradients.flat_grads.values() for flag in flat_grad.is_param_used]
+        flat_grads = [gradients.flat_grads[flat] for flat in self.own.flats]
+        flags = [flag for flat_grad in flat_grads for flag in flat_grad.is_param_used]
         if comm.data_axes and comm.consistency.is_distributed:
             if self._used_flags_cache is None or self._used_flags_cache[0] != flags:
                 self._used_flags_cache = (flags, torch.tensor(flags, dtype=torch.uint8, device=comm.device))
@@ -374,7 +413,7 @@ class ParamGroups:
             self._step_checker.compare(merged[len(flags) :], comm.consistency.rank)
             if not all(flags):
                 flags = [bool(flag) for flag in comm.read_to_host(merged[: len(flags)], what)]
-                gradients.set_used_params(flags)
+                gradients.set_used_params(flags, flat_grads)
         self._is_every_param_used = all(flags)
         if self._is_every_param_used:
             return
@@ -391,19 +430,19 @@ class ParamGroups:
     def slices_with_grad(self) -> list[OptimizerSlice]:
         """Return the slices to update, after :meth:`sync_unused_params`."""
         flat_grads = self._engine.gradients.flat_grads
-        found, reduced = self.all_slices, {flat for flat, flat_grad in flat_grads.items() if flat_grad.has_shard}
-        if len(reduced) < len(flat_grads):
+        found, reduced = self.all_slices, {flat for flat in self.own.flats if flat_grads[flat].has_shard}
+        if len(reduced) < len(self.own.flats):
             found = [slice_ for slice_ in found if any(part.flat in reduced for part in slice_.flat_ranges)]
         return found if self._is_every_param_used else [s for s in found if True in self._used_flags_of(s)]
 
     def params_with_grad(self) -> list[nn.Parameter]:
         """Return the parameters in groups that have a gradient, after :meth:`sync_unused_params`."""
         if self._is_every_param_used:
-            return self._params
+            return self.own.params
         used = {
             id(parameter)
             for flat, flat_grad in self._engine.gradients.flat_grads.items()
             for parameter, is_used in zip(flat.parameters, flat_grad.is_param_used, strict=True)
             if is_used
         }
-        return [parameter for parameter in self._params if id(parameter) in used]
+        return [parameter for parameter in self.own.params if id(parameter) in used]

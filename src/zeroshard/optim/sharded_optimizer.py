@@ -12,18 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.config.config import Config
 from zeroshard.config.offload import TIERS
-from zeroshard.engine import NO_HISTORY, PICKLE_ERROR, Engine, raise_on_join
+from zeroshard.engine import PICKLE_ERROR, Engine, raise_on_join
 from zeroshard.memory import Routing
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
-from zeroshard.optim.elementwise_check import find_whole_param_groups
-from zeroshard.optim.loss_scale import LossScale
+from zeroshard.optim.elementwise_check import RuleChecker, find_whole_param_groups
+from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.optimizer_copy import read_state_dict
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.routing import check_empty_groups, find_routing
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
-from zeroshard.optim.whole_params import WholeParams
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
 
@@ -39,8 +38,8 @@ class _ModeSwitch:
     They change parameters, so all ranks must call them together. Forward then uses the new values.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, whole: WholeParams) -> None:
-        self._inner, self._engine, self._whole = inner, engine, whole
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, step: OptimizerStep) -> None:
+        self._inner, self._engine, self._step = inner, engine, step
         methods = ((name, getattr(inner, name, None)) for name in ("train", "eval"))
         self.methods: dict[str, Callable[[], Any]] = {name: method for name, method in methods if callable(method)}
         for name in self.methods:
@@ -54,8 +53,10 @@ class _ModeSwitch:
         engine.order.begin_pass(f"optimizer.{name}()")
         engine.state_guard.check_valid("weights", "optimizer")
         engine.state_guard.prepare_write()
-        with torch.no_grad(), self._whole.gathered(self._whole.params, None):
+        with torch.no_grad(), self._step.whole.gathered(self._step.whole.params, None):
             result = self.methods[name]()
+        if self._step.rules is not None:
+            self._step.rules.accept()
         engine.finish_write()
         return result
 
@@ -87,26 +88,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str], needs_whole: list[bool]
+        self, inner: torch.optim.Optimizer, shared: ModelOptimizers, names: dict[int, str], needs_whole: list[bool]
     ) -> None:
         """``names`` of the model's parameters, by id; ``needs_whole``: groups that run on whole parameters."""
-        self.inner, self._engine, config = inner, engine, engine.context.config
-        loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
-        self._loss_scale = loss_scale
-        self._cpu_updates = CpuUpdates(inner, engine) if config.offload is not None else None
-        self._step_runner = step = OptimizerStep(inner, engine, loss_scale, self._cpu_updates)
-        self._groups = ParamGroups(inner, engine, self._cpu_updates, step)
+        engine, loss_scale, config = shared.engine, shared.loss_scale, shared.engine.context.config
+        self.inner, self._member, self._engine, self._loss_scale = inner, shared.add(), engine, loss_scale
+        self._member.names.update(names[id(p)] for group in inner.param_groups for p in group["params"])
+        self._cpu_updates = CpuUpdates(inner, self._member) if config.offload is not None else None
+        self._step_runner = step = OptimizerStep(inner, shared, self._cpu_updates)
+        self._groups = ParamGroups(inner, self._member, self._cpu_updates, step)
         self._states = OptimizerStates(engine, self._groups, self._cpu_updates)
         self._needs_tp_grad_check = engine.comm.tensor_axis.size > 1  # in the first step
-        names_by_group = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
         states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
-        super().__init__([torch.zeros(0)], {})
+        super().__init__([torch.zeros(0, device="cpu")], {})
         self.param_groups = self._groups.views  # type: ignore[assignment]
         self.state, self.defaults = inner.state, inner.defaults
-        for group, is_whole in zip(names_by_group, needs_whole, strict=True):
-            self._groups.add(group, is_whole)
+        for group, is_whole in zip(inner.param_groups, needs_whole, strict=True):
+            self._groups.add([names[id(parameter)] for parameter in group["params"]], is_whole)
         self._load_states(states)
-        self._mode_switch = _ModeSwitch(inner, engine, self._groups.whole)
+        step.rules = RuleChecker.of(inner, config.elementwise, _update_dtype(config), self._groups.views)
+        self._mode_switch = _ModeSwitch(inner, engine, step)
         self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})
         engine.state_guard.has_loss_scale = loss_scale is not None
         if self._cpu_updates is not None:
@@ -129,6 +130,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def join_hook(self, **options: object) -> NoReturn:
         """Raise: torch's Join is not supported."""
         raise_on_join()
+
+    def has_accumulated_grads(self) -> bool:
+        """Whether backwards since its last step have left gradients that its loop has not cleared before."""
+        return self._member.backwards > 0 and not self._member.discards_grads and self._groups.has_grads()
 
     def restore_train_eval(self) -> None:
         """Restore the inner optimizer's own ``train()`` and ``eval()``."""
@@ -161,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before clipping.
+        """Scale the gradients of its parameters so that their norm is at most ``max_norm``; return the norm before.
 
         All ranks must call it together. The result stays on the device, so there is no host sync.
         """
@@ -169,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return clip_grad_norm(self._engine, self._groups, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value]. All ranks must call it together.
+        """Clamp the gradients of its parameters to [-clip_value, clip_value]. All ranks must call it together.
 
         >>> import zeroshard
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -195,14 +200,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            engine.order.begin_pass(f"step after {engine.backward_count} backwards{engine.gradients.scaled_suffix}")
-            for group in self._groups.views:
-                group.check_unchanged()
+            which, backwards = self._member.label, self._member.backwards
+            engine.order.begin_pass(f"step{which} after {backwards} backwards{engine.gradients.scaled_suffix}")
+            self._groups.check_unchanged()
             self._groups.check_frozen_grads()
-            backwards, engine.backward_count = engine.backward_count, 0
+            model_backwards = self._member.begin_step()
             engine.reduce_pending()
             if not engine.gradients.is_partitioned:
-                engine.gradients.local_sums.on_step(backwards)
+                engine.gradients.local_sums.on_step(model_backwards, self._member.number)
             if self._needs_tp_grad_check:
                 self._needs_tp_grad_check = False
                 engine.gradients.norms.check_tp_replicated()
@@ -210,36 +215,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             guard.wait_readers()
             guard.sync_user_edits()
             engine.release_retained()
+            own = self._groups.own
+            if own.has_ungrouped:
+                guard.apply_clip()  # of all gradients: the step would apply it to its own only
+            guard.wait_refresh(own.units)
             changed = self._step_runner.run(self._groups.slices_with_grad(), backwards)
             if changed is not None:
-                guard.copy_masters(changed, device_only=True)
+                guard.copy_masters([flat for flat in changed if flat in own.flats], device_only=True)
                 guard.on_values_changed(self._groups.params_with_grad())
-                guard.start_param_refresh()
+                guard.start_param_refresh(own.units)
         self._track_state_bytes()
-        engine.comm.counters.end_step()
+        self._member.end_step(model_backwards)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the groups' parameters, or set them to zero."""
-        gradients, guard = self._engine.gradients, self._engine.state_guard
-        if gradients.memory.has_grads:
+        guard = self._engine.state_guard
+        if self._engine.gradients.memory.has_grads:
             guard.check_states_reloaded()
-        guard.invalidate_speculation()
+        if self._cpu_updates is not None:
+            self._cpu_updates.invalidate()
         if not set_to_none:
+            self._step_runner.check_can_zero_grads()
             guard.wait_updates()
         if guard.frozen_flats:
-            guard.clear_frozen_grads(self._groups.grouped_names, set_to_none)
-        if not self._groups.has_ungrouped:
-            gradients.clear(set_to_none)
-            return
-        gradients.wait_reductions()
-        gradients.scaling.apply()
-        for flat_grad, index in self._groups.grouped_params():
-            gradients.prepare_write(flat_grad)
-            flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)
-        gradients.reduce_queue.history = NO_HISTORY
-        if set_to_none:
-            gradients.clear_if_empty()
+            guard.clear_frozen_grads(self._member.names, set_to_none)
+        self._groups.clear_grads(set_to_none)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -253,9 +254,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         engine, names = self._engine, self._groups.check_addable(params)
         engine.state_guard.check_not_gathered("add_param_group()")
-        new_group, config = {**param_group, "params": params}, engine.context.config
-        check_empty_groups([*self._groups.as_named(), {**self.inner.defaults, **new_group}])
-        (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), new_group)
+        new_group, config = {**self.inner.defaults, **param_group, "params": params}, engine.context.config
+        check_empty_groups([*self._groups.as_named(), new_group])
+        (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), [new_group])
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         # The inner optimizer checks the group and adds defaults. Its parameters are replaced, and take no memory.
@@ -268,13 +269,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- states -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the full state dict, as the plain optimizer would. All ranks must call it together.
 
-        With fp16 it has an additional key, "loss_scale".
+        With ``rank``, only that rank of the mesh gets it, in host memory. With fp16 it also has "loss_scale".
         """
-        full = self._states.state_dict()
-        return full if self._loss_scale is None else {**full, "loss_scale": self.loss_scale_state()}
+        full = self._states.state_dict(rank)
+        return full if self._loss_scale is None or not full else {**full, "loss_scale": self.loss_scale_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -337,7 +338,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _track_state_bytes(self) -> None:
         for tier in TIERS if self._cpu_updates is not None else TIERS[:1]:
             nbytes = sum([tensor.nbytes for tensor in self._groups.state_tensors(tier)])
-            self._engine.context.tracker.set("optimizer states", nbytes, tier)
+            self._member.track_state_bytes(tier, nbytes)
 
 
 def _placeholder(parameter: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.nn.Parameter:

@@ -268,7 +268,7 @@ def _contiguous_ranges(
 ) -> Iterator[tuple[list[FlatRange], torch.Tensor, TierSegment | None]]:
     """Yield (ranges of shards that are adjacent in memory, tensor over them, offloaded segment or None)."""
     ranges: list[FlatRange] = []
-    tensor, segment = torch.empty(0), None
+    tensor, segment = torch.empty(0, device="cpu"), None
     for flat in flats:
         for span, values, values_segment in _group_spans(flat, names):
             if (

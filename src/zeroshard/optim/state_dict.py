@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.utils._pytree import tree_map_only
 from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.optimizer_copy import state_dtypes
 from zeroshard.optim.param_groups import FrozenParamStates, ParamGroups
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise, is_scalar_state
+from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, WHOLE_PARAM_OPTIMIZERS
 from zeroshard.optim.whole_params import WholeParam
 from zeroshard.sharding import Range
 
@@ -30,19 +33,17 @@ class OptimizerStates:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the full state dict, as the plain optimizer would. All ranks call it together."""
+    def state_dict(self, rank: int | None = None) -> dict[str, Any]:
+        """Return the full state dict, as the plain optimizer would; see :meth:`full`. All ranks call it together."""
         param_ids = {name: number for number, name in enumerate(name for names in self._groups.names for name in names)}
         described = self.describe(param_ids, "read the optimizer's state_dict()")
-        states = {param_ids[name]: state for name, state in self.full(described).items()}
+        states = {param_ids[name]: state for name, state in self.full(described, rank).items() if state}
         groups = [
-            {
-                **{key: value for key, value in group.copy().items() if key != "params"},
-                "params": [param_ids[n] for n in names],
-            }
+            {key: [param_ids[n] for n in names] if key == "params" else value for key, value in group.copy().items()}
             for group, names in zip(self._groups.views, self._groups.names, strict=True)
         ]
-        return {"state": {param_id: state for param_id, state in states.items() if state}, "param_groups": groups}
+        is_receiver = rank in (None, self._engine.comm.consistency.rank)
+        return {"state": states, "param_groups": groups} if is_receiver else {}
 
     def describe(
         self, names: Iterable[str] | None = None, what: str = "read the optimizer's states"
@@ -105,10 +106,10 @@ class OptimizerStates:
                 )
         return ""
 
-    def full(self, described: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def full(self, described: Mapping[str, dict[str, Any]], rank: int | None = None) -> dict[str, dict[str, Any]]:
         """Return the full states of parameters, by name, which have these states. All ranks call it together."""
-        ranges = self._local_ranges(described)
-        full = {name: self._full(name, states, ranges[name]) for name, states in described.items()}
+        ranges, keep = self._local_ranges(described), partial(_keep, rank, self._engine.comm.consistency.rank)
+        full = {name: keep(self._full(name, states, ranges[name])) for name, states in described.items()}
         self._engine.comm.check_results("read the optimizer's states")
         return full
 
@@ -222,12 +223,12 @@ class OptimizerStates:
     def allocate(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states, by their descriptions: allocate zeros for a dtype, copy any other value.
 
-        As in torch, floating point states take their parameter's dtype, and step counts are placed where the
-        optimizer's kernels need them.
+        Floating point states take the dtype in which the optimizer stores them, and step counts are placed where its
+        kernels need them.
         """
         self.check_shardable(states)
         self._engine.state_guard.prepare_write()
-        before = dict(self._states)
+        before, dtypes = dict(self._states), StateDtypes(self._groups.inner)
         self._states.clear()
         self._allocate_frozen(states)
         for index, slices in enumerate(self._groups.slices):
@@ -239,28 +240,26 @@ class OptimizerStates:
             for flat, parameter, _, _ in slice_.param_ranges():
                 for key, value in states.get(flat.names[parameter], {}).items():
                     if key not in self._states[slice_.parameter]:
+                        value = dtypes.resolve(key, value, slice_.parameter, slice_.param_group)
                         new_state = self._allocate(slice_, key, value, old_states.pop(key, None))
                         self._states[slice_.parameter][key] = new_state
         self._groups.whole.states.forget()
         for param in self._groups.whole.owned() if self._groups.whole.params else ():
-            on_device, example = self._is_on_device(param.name), param.empty()
+            group, example = self._group_of(param.name), param.empty()
             for key, value in states.get(param.name, {}).items():
-                self._states[param.parameter][key] = _allocate_whole(key, value, example, on_device)
+                value = dtypes.resolve(key, value, example, group)
+                self._states[param.parameter][key] = _allocate_whole(key, value, example, _is_on_device(group))
             self._groups.whole.states.store([param])
 
-    def _is_on_device(self, name: str) -> bool:
-        """Return whether the optimizer's kernels need the step count of a parameter on the device."""
-        group = next(
-            g for g, names in zip(self._groups.inner.param_groups, self._groups.names, strict=True) if name in names
-        )
-        return bool(group.get("capturable") or group.get("fused"))
+    def _group_of(self, name: str) -> dict[str, Any]:
+        """Return the inner optimizer's group that has the named parameter."""
+        groups = zip(self._groups.inner.param_groups, self._groups.names, strict=True)
+        return next(group for group, names in groups if name in names)
 
     def _allocate(self, slice_: OptimizerSlice, key: str, value: Any, reuse: Any) -> Any:
         if slice_.tier_segment is not None and self._cpu_updates is not None and isinstance(value, torch.dtype):
-            dtype = _state_dtype(value, slice_.parameter)
-            reuse = self._cpu_updates.state_buffer(slice_, key, dtype)
-        on_device = bool(slice_.param_group.get("capturable") or slice_.param_group.get("fused"))
-        return allocate_state(key, value, slice_.parameter, on_device, reuse)
+            reuse = self._cpu_updates.state_buffer(slice_, key, value)
+        return allocate_state(key, value, slice_.parameter, _is_on_device(slice_.param_group), reuse)
 
     def _allocate_frozen(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Allocate the states of parameters that are in a group and currently frozen.
@@ -283,6 +282,34 @@ class OptimizerStates:
         """Return the shapes of all parameters, by name."""
         flats = [flat for unit in self._engine.units for flat in unit.flats]
         return {name: shape for flat in flats for name, shape in zip(flat.names, flat.full_shapes, strict=True)}
+
+
+class StateDtypes:
+    """The dtypes in which an optimizer stores its states.
+
+    torch's own use that of the parameter. Any other class may use another one, which its first step shows.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> adam = torch.optim.Adam([weight])
+    >>> StateDtypes(adam).resolve("exp_avg", torch.float32, weight, adam.param_groups[0])
+    torch.bfloat16
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[int, int, torch.dtype], dict[str, torch.dtype]] = {}  # by group and kind of parameter
+
+    def resolve(self, key: str, saved: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+        """Return the dtype for a state that was saved in another one; as saved if that is not known, or no dtype."""
+        is_cast = isinstance(saved, torch.dtype) and saved.is_floating_point and parameter.is_floating_point()
+        if not is_cast or saved == parameter.dtype:
+            return saved
+        if type(self._optimizer) in (*ELEMENTWISE_OPTIMIZERS, *WHOLE_PARAM_OPTIMIZERS):
+            return parameter.dtype
+        place = id(group), parameter.dim(), parameter.dtype
+        if place not in self._known:
+            self._known[place] = state_dtypes(self._optimizer, group, *place[1:])
+        return self._known[place].get(key, saved)
 
 
 def allocate_masters(engine: Engine, names: set[str]) -> None:
@@ -364,9 +391,9 @@ def _is_equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _state_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a parameter stores a state of ``dtype``."""
-    return parameter.dtype if dtype.is_floating_point and parameter.is_floating_point() else dtype
+def _is_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer's kernels need the step counts of a group's parameters on the device."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _allocate_whole(key: str, value: Any, example: torch.Tensor, on_device: bool) -> Any:
@@ -379,12 +406,18 @@ def _allocate_whole(key: str, value: Any, example: torch.Tensor, on_device: bool
 def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:
     """Allocate one state of a parameter. Take the memory of ``reuse`` if it fits, since allocation takes time."""
     if isinstance(value, torch.dtype):
-        dtype = _state_dtype(value, parameter)
-        if torch.is_tensor(reuse) and reuse.dtype == dtype and reuse.shape == parameter.shape:
+        if torch.is_tensor(reuse) and reuse.dtype == value and reuse.shape == parameter.shape:
             return reuse.zero_()
-        return torch.zeros_like(parameter, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=value)
     if not isinstance(value, torch.Tensor):
         return value
     if key == "step":
         return value.clone() if not on_device else value.to(parameter.device, torch.float32, copy=True)
     return value.to(parameter.device, copy=True)
+
+
+def _keep(receiver: int | None, rank: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a full state: as it is without ``receiver``, else in host memory on that rank and {} on the others."""
+    if receiver is None:
+        return state
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, state) if rank == receiver else {}

@@ -30,6 +30,7 @@ one batch holds all slices.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,11 +40,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zeroshard.engine import Engine, FlatParam, GradScale, compute_norms
+from zeroshard.engine import FlatParam, GradScale, compute_norms
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.loss_scale import LossScale
+from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.muon import MuonWithAdamW, step_in_batches
 from zeroshard.optim.optimizer_copy import is_scheduler_step
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
@@ -79,25 +82,44 @@ class SliceUpdater(Protocol):
         """Update slices, which all have a gradient; return False if no rank has changed anything."""
 
 
+class RuleCheckerProtocol(Protocol):
+    """Checks that the rule of slices stays elementwise: see ``RuleChecker``."""
+
+    def check(self) -> None:
+        """Raise if it does not."""
+
+    def accept(self) -> None:
+        """Accept what the optimizer itself has changed."""
+
+
 class OptimizerStep:
     """One step of an optimizer, by up to three updaters: see [Note: an optimizer step]."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, engine: Engine, loss_scale: LossScale | None, cpu_updates: CpuUpdates | None
-    ) -> None:
-        self._engine, self._loss_scale, self._cpu_updates = engine, loss_scale, cpu_updates
+    def __init__(self, inner: torch.optim.Optimizer, shared: ModelOptimizers, cpu_updates: CpuUpdates | None) -> None:
+        engine = self._engine = shared.engine
+        self._loss_scale, self._cpu_updates = shared.loss_scale, cpu_updates
         kernel = kernel_for(inner, engine.comm.device)
         self._fused_adam = None if kernel is None else FusedAdam(inner, engine, kernel)
-        self._torch = TorchUpdater(inner, engine, cpu_updates is not None)
+        self._torch = TorchUpdater(inner, shared, cpu_updates is not None)
         self.whole = self._torch.whole
         # Updates on the CPU are submitted last: they may step a copy of the optimizer on another thread.
         updaters: tuple[SliceUpdater | None, ...] = (self._fused_adam, self._torch, cpu_updates)
         self._updaters = [updater for updater in updaters if updater is not None]
         self._flats = [flat for unit in engine.units for flat in unit.flats]
+        self.rules: RuleCheckerProtocol | None = None
         self.slice_guard = self._torch.slice_guard
         # None: no limit, since one call updates all slices anyway
         is_batchable = type(inner) in (*ELEMENTWISE_OPTIMIZERS, *WHOLE_PARAM_OPTIMIZERS)
         self.max_slice_numel = max_slice_numel(engine.context.config.bucket_size) if is_batchable else None
+
+    def check_can_zero_grads(self) -> None:
+        """Raise if the optimizer keeps gradients as states: in a plain run, zeros would be written to these too."""
+        if self._torch.kept_grad_key:
+            raise RuntimeError(
+                f"the optimizer's state {self._torch.kept_grad_key!r} is the tensor of a gradient, and "
+                "zero_grad(set_to_none=False) writes zeros to it: clone the gradient in the optimizer, or call "
+                "zero_grad()"
+            )
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the slices, which all have a gradient; ``backwards`` have run since the last step.
@@ -108,6 +130,8 @@ class OptimizerStep:
         gradients, is_updated, left, master_only_flats = self._engine.gradients, True, slices, self._flats
         if self._cpu_updates is not None:
             self._cpu_updates.wait()  # its worker thread may still step the same optimizer
+        if self.rules is not None:
+            self.rules.check()
         grad_scale = gradients.scaling.scale
         if self._loss_scale is not None:
             grad_scale = self._check_overflow(slices, self._loss_scale)
@@ -122,6 +146,8 @@ class OptimizerStep:
                 is_updated &= updater.step(selected, grad_scale)
             if updater is self._fused_adam and selected:  # it also writes the compute parameters
                 master_only_flats = list(dict.fromkeys(part.flat for slice_ in left for part in slice_.flat_ranges))
+        if self.rules is not None:
+            self.rules.accept()
         if self._cpu_updates is not None and is_single_call:
             self._cpu_updates.write_through()
         if self._cpu_updates is not None and self.whole.params:
@@ -175,13 +201,15 @@ class SliceGrad(NamedTuple):
 class TorchUpdater:
     """Update slices by the optimizer's own step(): see [Note: stepping in batches]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, has_cpu_updates: bool) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, shared: ModelOptimizers, has_cpu_updates: bool) -> None:
         self._inner: Any = inner
-        self._engine, self._has_cpu_updates = engine, has_cpu_updates
+        engine = self._engine = shared.engine
+        self._has_cpu_updates = has_cpu_updates
         self.slice_guard = SliceGuard(engine)
         self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
-        self.whole = WholeParams(inner, engine)
+        self.kept_grad_key = ""  # of a state that the optimizer has made of a gradient's own memory
+        self.whole = WholeParams(inner, engine, shared.owner_loads)
 
     def decide_single_call(self) -> bool:
         """Decide whether one call must update all slices in this step, offloaded ones included."""
@@ -284,9 +312,10 @@ class TorchUpdater:
             with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():
                 if self._is_single_call:  # hooks and custom steps may keep a reference
                     self._engine.gradients.memory.is_exposed = True
-                groups, values = self._inner.param_groups, []
+                groups, values, grads = self._inner.param_groups, [], []
                 if self._is_single_call:
                     values = [(parameter, parameter.data) for group in groups for parameter in group["params"]]
+                    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 if type(self._inner) is torch.optim.Muon and not self._is_single_call:
                     step_in_batches(self._inner)
                 else:
@@ -294,14 +323,34 @@ class TorchUpdater:
                 for parameter, value in values:
                     if parameter.data_ptr() != value.data_ptr():  # the rule has set p.data: write to the shard
                         parameter.data = value.copy_(parameter.data)
+                if grads:
+                    self._copy_kept_grads(parameters, grads)
                 self._move_states_to_pool(new_params)
         if grad_scale.clip_coef is not None:
             copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
             self._engine.gradients.scaling.defer(copied, grad_scale.clip_coef)
 
+    def _copy_kept_grads(self, parameters: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> None:
+        """Replace states that share memory with a gradient by copies: the next backward may write to that memory."""
+        memory = {gradient.untyped_storage().data_ptr() for gradient in grads} - {0}
+
+        def copy_kept(value: torch.Tensor) -> torch.Tensor:
+            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+            return value.clone() if is_plain and value.untyped_storage().data_ptr() in memory else value
+
+        for parameter in parameters:
+            state = self._inner.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, (torch.Tensor, list, tuple, dict, deque)):
+                    copied = tree_map_only(torch.Tensor, copy_kept, value)
+                    if any(new is not old for new, old in zip(tree_leaves(copied), tree_leaves(value), strict=True)):
+                        state[key], self.kept_grad_key = copied, str(key)
+
     def _set_gradients(self, batch: Sequence[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
         """Set the gradient of each slice, unscaled and clipped: the reduced gradient itself or a copy in the buffer."""
         offset, found, gradients = 0, [], self._engine.gradients
+        copies: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
         for slice_grad in batch:
             parameter, gradient = slice_grad.parameter, slice_grad.views[0]
             if slice_grad.needs_copy:
@@ -309,11 +358,13 @@ class TorchUpdater:
                 if parameter.device != buffer.device:
                     gradients.wait_offloaded()
                     gradient = torch.empty_like(parameter)
-                copies = list(torch.split(gradient, [view.numel() for view in slice_grad.views]))
-                torch._foreach_copy_(copies, slice_grad.views)
+                copies += torch.split(gradient, [view.numel() for view in slice_grad.views])
+                copied += slice_grad.views
                 offset += slice_grad.copy_bytes
             parameter.grad = gradient
             found.append(gradient)
+        if copies:  # by one kernel, unless their devices differ
+            torch._foreach_copy_(copies, copied)
         uncopied = [slice_grad.views[0] for slice_grad in batch if not slice_grad.needs_copy]
         for factor in (grad_scale.inv_scale, grad_scale.clip_coef):
             if factor is not None:

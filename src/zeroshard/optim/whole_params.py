@@ -45,8 +45,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,9 +148,10 @@ class WholeParam:
             for rank in range(layout.shard_count)
         ]
 
-    def numel_on(self, rank: int) -> int:
-        """Return the number of elements that a rank of the shard axis has."""
-        return sum(elements.numel for elements in self.ranges_by_rank[rank])
+    @cached_property
+    def numel_by_rank(self) -> list[int]:
+        """The number of elements that each rank of the shard axis has."""
+        return [sum(elements.numel for elements in ranges) for ranges in self.ranges_by_rank]
 
     def views_of(self, flattened: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return the ranges of the flattened parameter that a rank of the shard axis has."""
@@ -183,15 +184,18 @@ class WholeParam:
         self.parameter.data = self._placeholder
 
 
-class Run(NamedTuple):
+@dataclass(slots=True)
+class Run:
     """This rank's parts of one tensor, adjacent in the buffer of an exchange."""
 
     dtype: torch.dtype  # in the buffer
     parts: list[torch.Tensor]
+    numels: list[int] = field(init=False)
+    nbytes: int = field(init=False)  # in the buffer, with padding
 
-    @property
-    def nbytes(self) -> int:
-        return run_bytes(sum(part.numel() for part in self.parts), self.dtype)
+    def __post_init__(self) -> None:
+        self.numels = [part.numel() for part in self.parts]
+        self.nbytes = run_bytes(sum(self.numels), self.dtype)
 
 
 Key = tuple[WholeParam, bool]  # a parameter, and whether its gradient is meant, not its values
@@ -202,13 +206,15 @@ Wholes = dict[Key, torch.Tensor]
 class WholeParams:
     """The whole parameters of one optimizer, and the exchange with their owners: see [Note: whole parameters]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, loads: list[int]) -> None:
+        """``loads``: elements by owner, of all optimizers of the model."""
         self._engine = engine
         self._axis = engine.comm.shard_axis
-        self._loads = [0] * self._axis.size  # elements by owner
+        self._loads = loads
         self._held_bytes = 0  # of values and gradients that are gathered now
         self._gathering: tuple[dict[Key, torch.dtype], Exchange] | None = None  # owned tensors, in flight
         self._scattering: tuple[list[list[Run]], Exchange] | None = None  # this rank's shards, in flight
+        self._value_runs: dict[WholeParam, Run] = {}  # this rank's shards of what is gathered now
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
         self.names: set[str] = set()  # of all parameters in their groups, frozen ones included
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
@@ -280,6 +286,7 @@ class WholeParams:
         except BaseException:
             self._finish_scatter()
             self._finish_gather()
+            self._value_runs.clear()
             raise
         finally:
             for param in owned:
@@ -293,11 +300,11 @@ class WholeParams:
             scaling.multiply([p.parameter.grad for p in self.owned(params) if p.parameter.grad is not None], factor)
         stored: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        for (param, is_grad), (_, parts) in self._shards(params, has_grads=True).items():
+        for (param, is_grad), run in self._shards(params, has_grads=True).items():
             gradient = param.parameter.grad
-            if is_grad and parts:
-                is_stored = gradient is not None and gradient.data_ptr() == parts[0].data_ptr()
-                (stored if is_stored else copied).extend(parts)
+            if is_grad and run.parts:
+                is_stored = gradient is not None and gradient.data_ptr() == run.parts[0].data_ptr()
+                (stored if is_stored else copied).extend(run.parts)
         if stored:
             scaling.clear_norms()
             if grad_scale.inv_scale is not None:  # later readers expect scaled values, as in all others
@@ -308,7 +315,7 @@ class WholeParams:
     def _gather(self, params: Sequence[WholeParam], has_grads: bool) -> None:
         """Give the owned parameters their values and gradients."""
         if self._axis.size == 1:
-            wholes = self._join(self._shards(params, has_grads))
+            wholes = self._join(self._find_shards(params, has_grads))
         else:
             if self._gathering is None:
                 self._start_gather(params, has_grads)
@@ -327,24 +334,26 @@ class WholeParams:
         """Return the flattened tensors of a single rank: views of the shards if possible, else copies."""
         self._engine.gradients.wait_offloaded()
         device, wholes = self._engine.comm.device, {}
-        for (param, is_grad), (dtype, parts) in shards.items():
-            is_view = bool(parts) and dtype == param.dtype and parts[0].device == device and _are_adjacent(parts)
+        for (param, is_grad), run in shards.items():
+            parts = run.parts
+            is_view = bool(parts) and run.dtype == param.dtype and parts[0].device == device and _are_adjacent(parts)
             if is_view and param.tp_shard is None:
                 wholes[param, is_grad] = parts[0].as_strided((param.numel,), (1,))
                 continue
             wholes[param, is_grad] = joined = self._allocate((param.numel,), param.dtype)
-            _copy(list(torch.split(joined, [part.numel() for part in parts])), parts)
+            _copy(list(torch.split(joined, run.numels)), parts)
         return wholes
 
     def _start_gather(self, params: Sequence[WholeParam], has_grads: bool) -> None:
         """Start to send this rank's shards to the owners."""
-        shards = self._shards(params, has_grads)
+        shards = self._find_shards(params, has_grads)
         owned = {key: run.dtype for key, run in shards.items() if key[0].owner == self._axis.rank}
         received_bytes = [
-            sum(run_bytes(param.numel_on(rank), dtype) for (param, _), dtype in owned.items())
+            sum(run_bytes(param.numel_by_rank[rank], dtype) for (param, _), dtype in owned.items())
             for rank in range(self._axis.size)
         ]
-        self._gathering = owned, Exchange(self._engine, self._by_owner(shards), received_bytes)
+        sent = self._by_owner((param, run) for (param, _), run in shards.items())
+        self._gathering = owned, Exchange(self._engine, sent, received_bytes)
 
     def _finish_gather(self) -> Wholes:
         """Return the flattened tensors of the parameters that this rank owns, from the shards of all ranks."""
@@ -398,19 +407,19 @@ class WholeParams:
 
     def _start_scatter(self, params: Sequence[WholeParam]) -> None:
         """Start to send the new values of the owned parameters to the shards on all ranks."""
-        shards = self._shards(params, has_grads=False)
+        runs = {param: self._value_runs.pop(param) for param in params}
         values = [(param, param.flatten(param.parameter.data)) for param in self.owned(params)]
         if self._axis.size == 1:
-            for (_, value), (_, parts) in zip(values, shards.values(), strict=True):
-                if parts and parts[0].data_ptr() != value.data_ptr():  # else it was updated in place
-                    _copy(parts, list(torch.split(value, [part.numel() for part in parts])))
+            for (_, value), run in zip(values, runs.values(), strict=True):
+                if run.parts and run.parts[0].data_ptr() != value.data_ptr():  # else it was updated in place
+                    _copy(run.parts, list(torch.split(value, run.numels)))
             return
         sent = [
             [Run(param.dtype, param.views_of(value, rank)) for param, value in values]
             for rank in range(self._axis.size)
         ]
-        received = self._by_owner(shards)
-        received_bytes = [sum(run.nbytes for run in runs) for runs in received]
+        received = self._by_owner(runs.items())
+        received_bytes = [sum(run.nbytes for run in from_owner) for from_owner in received]
         self._scattering = received, Exchange(self._engine, sent, received_bytes)
 
     def _finish_scatter(self) -> None:
@@ -419,6 +428,12 @@ class WholeParams:
             (received, exchange), self._scattering = self._scattering, None
             exchange.wait()
             exchange.unpack(run for runs in received for run in runs)
+
+    def _find_shards(self, params: Sequence[WholeParam], has_grads: bool) -> Shards:
+        """Return this rank's shards of the parameters, and keep those of the values for the way back."""
+        shards = self._shards(params, has_grads)
+        self._value_runs.update((param, run) for (param, is_grad), run in shards.items() if not is_grad)
+        return shards
 
     def _shards(self, params: Sequence[WholeParam], has_grads: bool) -> Shards:
         """Return this rank's shards of the parameters, from the master weights if there are any, in their tiers."""
@@ -435,9 +450,9 @@ class WholeParams:
                 shards[param, True] = Run(flat_grad.dtype, [part for _, part in flat_grad.param_shards(param.index)])
         return shards
 
-    def _by_owner(self, shards: Shards) -> list[list[Run]]:
+    def _by_owner(self, runs: Iterable[tuple[WholeParam, Run]]) -> list[list[Run]]:
         by_owner: list[list[Run]] = [[] for _ in range(self._axis.size)]
-        for (param, _), run in shards.items():
+        for param, run in runs:
             by_owner[param.owner].append(run)
         return by_owner
 
@@ -463,14 +478,14 @@ class Exchange:
         """Wait until all is received, and free what was sent."""
         self._work.wait()
         self._tracker.add("step", -self._packed.nbytes)
-        self._packed = torch.empty(0)
+        self._packed = torch.empty(0, device="cpu")
 
     def unpack(self, runs: Iterable[Run]) -> None:
         """Copy what was received, in the order of the ranks, to the parts of the runs, and free it."""
         listed = list(runs)
         _copy([part for run in listed for part in run.parts], _views_of_runs(self._received, listed))
         self._tracker.add("step", -self._received.nbytes)
-        self._received = torch.empty(0)
+        self._received = torch.empty(0, device="cpu")
 
 
 def run_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -483,14 +498,21 @@ def run_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 def _views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
-    """Return a view of the buffer for each part of each run."""
-    views: list[torch.Tensor] = []
-    offset = 0
+    """Return a view of the buffer for each part of each run, by one split for each dtype."""
+    views_by_dtype = {}
+    buffer = buffer[: sum(run.nbytes for run in runs)]
+    for dtype in {run.dtype for run in runs}:
+        sizes: list[int] = []
+        for run in runs:
+            numels = run.numels if run.dtype == dtype else []
+            sizes += [*numels, run.nbytes // dtype.itemsize - sum(numels)]
+        views_by_dtype[dtype] = iter(torch.split(buffer.view(dtype), sizes))
+    found: list[torch.Tensor] = []
     for run in runs:
-        numels = [part.numel() for part in run.parts]
-        views += torch.split(buffer[offset : offset + sum(numels) * run.dtype.itemsize].view(run.dtype), numels)
-        offset += run.nbytes
-    return views
+        found += islice(views_by_dtype[run.dtype], len(run.parts))
+        for views in views_by_dtype.values():  # the padding; of the other dtypes the whole run
+            next(views)
+    return found
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from zeroshard.memory import available_host_memory
 from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.machines.presets import FALLBACK_PRESET, preset_of_gpu
+from zeroshard.utils.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ def machine_from_free_memory(
 
 
 def _model_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return the bytes of a model's parameters and buffers on a device."""
+    """Return the bytes of a model's parameters and buffers on a device; those still in files have none."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    local = [tensor for tensor in local if not isinstance(tensor, StoredTensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
     return sum(storages.values())
 

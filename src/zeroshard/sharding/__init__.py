@@ -5,7 +5,14 @@ from zeroshard.sharding.placement import Placement
 from zeroshard.sharding.precision import Precision, matches
 from zeroshard.sharding.shard_plan import FlatSpec, ParamSpec, ShardPlan, plan_shards
 from zeroshard.sharding.tier_placement import PAGE_BYTES, PREFETCH_SHARDS, STAGING_SLOTS
-from zeroshard.sharding.units import UnitSpec, blocks_per_group, find_block_matrices, find_repeated_blocks, plan_units
+from zeroshard.sharding.units import (
+    UnitSpec,
+    blocks_per_group,
+    find_block_matrices,
+    find_cast_blocks,
+    find_repeated_blocks,
+    plan_units,
+)
 
 __all__ = [
     "ALIGN_ELEMENTS",
@@ -22,6 +29,7 @@ __all__ = [
     "UnitSpec",
     "blocks_per_group",
     "find_block_matrices",
+    "find_cast_blocks",
     "find_repeated_blocks",
     "matches",
     "plan_shards",

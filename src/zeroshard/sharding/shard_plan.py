@@ -34,6 +34,7 @@ class ParamSpec:
     compute_dtype: torch.dtype
     requires_grad: bool
     is_optimized: bool  # an optimizer updates it
+    optimizer: int = 0  # which one, of several; -1: none of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,19 +199,23 @@ def _can_cast_from_master(flat: FlatSpec, tier_placement: TierPlacement) -> bool
     return flat.is_optimized and flat.master_dtype != flat.compute_dtype and is_on_device
 
 
-def _flat_keys(unit: UnitSpec, params: Mapping[str, ParamSpec]) -> list[tuple[torch.dtype, bool]]:
-    """Return, for each parameter of a unit, what the parameters of one flat have in common."""
-    return [(params[name].compute_dtype, params[name].requires_grad) for name in unit.parameters]
+def _flat_keys(unit: UnitSpec, params: Mapping[str, ParamSpec]) -> list[tuple[torch.dtype, bool, int]]:
+    """Return, for each parameter of a unit, what the parameters of one flat have in common.
+
+    Several optimizers have separate flats: each updates, clips, offloads and clears its own, at its own time.
+    """
+    specs = [params[name] for name in unit.parameters]
+    return [(spec.compute_dtype, spec.requires_grad, spec.optimizer if spec.requires_grad else 0) for spec in specs]
 
 
 def _group_flats(
     unit: UnitSpec, params: Mapping[str, ParamSpec], config: Config, precision: Precision, shard_count: int
 ) -> Iterator[FlatSpec]:
-    """Yield the flats of a unit: one for each compute dtype, for trainable and for frozen parameters."""
-    groups: dict[tuple[torch.dtype, bool], list[str]] = {}
+    """Yield the flats of a unit: one for each compute dtype and optimizer, for trainable and for frozen parameters."""
+    groups: dict[tuple[torch.dtype, bool, int], list[str]] = {}
     for name, key in zip(unit.parameters, _flat_keys(unit, params), strict=True):
         groups.setdefault(key, []).append(name)
-    for (dtype, is_trainable), names in groups.items():
+    for (dtype, is_trainable, _), names in groups.items():
         layout = FlatLayout.build([params[name].numel for name in names], config.bucket_size, shard_count)
         master_dtype = torch.float32 if precision.has_master(dtype) else dtype
         is_optimized = is_trainable and any(params[name].is_optimized for name in names)

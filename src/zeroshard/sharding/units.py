@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zeroshard.config.config import Config
 from zeroshard.sharding.precision import matches
 
 TINY_NEIGHBOR_RATIO = 16  # a neighbour under 1/16 of the other is merged into it, whatever their total size
@@ -71,13 +72,7 @@ def plan_units(
     ['0', '1.0', '1.1', '1.2', '2+3']
     """
     names = {module: name for name, module in model.named_modules()}
-    if patterns is None:
-        blocks = set(find_repeated_blocks(model))
-    else:
-        blocks = {module for module, name in names.items() if name and matches(name, module, patterns)}
-        if not blocks:
-            known = list(names.values())[1:6]
-            raise ValueError(f"units={patterns!r} matches no module. Examples of module names: {known}")
+    blocks = find_blocks(model, patterns)
     spec_of_param: dict[nn.Parameter, UnitSpec] = {}
     specs: list[UnitSpec] = []
     for module, submodules, is_block in _candidate_modules(model, blocks):
@@ -96,6 +91,28 @@ def plan_units(
     return _merge_small_neighbors(
         _group_small_blocks(specs) if group_small_blocks and patterns is None else specs, bucket_size
     )
+
+
+def find_blocks(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | None) -> set[nn.Module]:
+    """Return the modules that ``Config.units`` names, or the repeated blocks if it is None."""
+    if patterns is None:
+        return set(find_repeated_blocks(model))
+    names = {module: name for name, module in model.named_modules() if name}
+    blocks = {module for module, name in names.items() if matches(name, module, patterns)}
+    if not blocks:
+        raise ValueError(f"units={patterns!r} matches no module. Examples of module names: {[*names.values()][:5]}")
+    return blocks
+
+
+def find_cast_blocks(model: nn.Module, config: Config) -> set[nn.Module]:
+    """Return the blocks whose floating-point inputs are cast to 16 bits: they have parameters in that dtype.
+
+    The parameters of ``model`` already have their compute dtypes.
+    """
+    if config.cast_inputs is not True or not config.has_master:
+        return set()
+    blocks = find_blocks(model, config.units)
+    return {block for block in blocks if any(p.dtype is config.compute_dtype for p in block.parameters())}
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -76,7 +76,9 @@ def generate_text(directory: Path, prompt: str, count: int, *, temperature: floa
     logits, context = _load_model(directory)
     tokenizer = load_tokenizer(directory)
     ids = encode_prompt(tokenizer, prompt)
-    tokens = generate_tokens(logits, torch.tensor([ids]), count, context=context, temperature=temperature, seed=seed)
+    tokens = generate_tokens(
+        logits, torch.tensor([ids], device="cpu"), count, context=context, temperature=temperature, seed=seed
+    )
     return str(tokenizer.decode(tokens[0].tolist()))
 
 

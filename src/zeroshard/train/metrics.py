@@ -205,7 +205,7 @@ class StepStatsReducer:
         dist.all_reduce(values)
         values /= dist.get_world_size()
         if self._device.type == "cuda":
-            values = torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+            values = torch.empty(3, pin_memory=True, device="cpu").copy_(values, non_blocking=True)
         now = _DeviceTimestamp(self._device)
         self._pending.append((step, grad_norm is not None, values, self._step_start, now))
         self._step_start = now

@@ -69,7 +69,7 @@ class GradScaleReadback:
         if scalars:
             values = torch.stack(list(scalars.values()))
             on_gpu = values.device.type == "cuda"
-            self._values = torch.empty(len(scalars), pin_memory=on_gpu)
+            self._values = torch.empty(len(scalars), pin_memory=on_gpu, device="cpu")
             self._values.copy_(values, non_blocking=True)
             self.ready_event = record_blocking_event(torch.cuda.current_stream()) if on_gpu else None
 
@@ -353,13 +353,14 @@ def make_adam_update(numel: int) -> Callable[[], object]:
 
     >>> update = make_adam_update(1000)
     """
-    states = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+    states = torch.randn(numel, device="cpu"), torch.zeros(numel, device="cpu"), torch.zeros(numel, device="cpu")
     kernels = load_kernels()
     if kernels is None:  # an offloaded step would use torch's AdamW
         parameter = torch.nn.Parameter(states[0])
-        parameter.grad = torch.randn(numel)
+        parameter.grad = torch.randn(numel, device="cpu")
         optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
         return lambda: optimizer.step()
     hyperparams, threads = AdamHyperparams(lr=1e-3, weight_decay=0.1), default_threads()
-    gradient, copied = torch.randn(numel).bfloat16(), torch.zeros(numel, dtype=torch.bfloat16)
+    gradient = torch.randn(numel, device="cpu").bfloat16()
+    copied = torch.zeros_like(gradient)
     return lambda: kernels.adam(*states, gradient, hyperparams, out=states, step=10, copy=copied, threads=threads)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine import Engine, FlatParam, GradScale
+from zeroshard.engine import FlatParam, GradScale
 from zeroshard.memory import DiskError, TierSegment, available_host_memory, local_world_size
 from zeroshard.optim.cpu.apply import ChunkUpdate, ChunkUpdater, GradScaleReadback, UpdateSpec, make_update_spec
 from zeroshard.optim.cpu.chunk import StateChunk
@@ -28,6 +28,7 @@ from zeroshard.optim.cpu.kernels import CpuKernels, load_kernels
 from zeroshard.optim.cpu.speculation import Speculation, Speculator
 from zeroshard.optim.cpu.staging import DiskStaging, PinnedStaging
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
+from zeroshard.optim.model_optimizers import Membership
 from zeroshard.optim.optimizer_copy import state_bytes_per_element
 from zeroshard.optim.slices import OptimizerSlice, defer_clip
 
@@ -58,10 +59,12 @@ class PendingParams:
 class CpuUpdates:
     """Update the offloaded tier segments of one model: see [Note: overlapping CPU updates]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, member: Membership) -> None:
+        engine = member.shared.engine
         tiers = engine.context.tiers
-        self._inner, self._engine, self._tiers = inner, engine, tiers
-        flats = list(engine.gradients.flat_grads)
+        self._inner, self._engine, self._tiers, self._member = inner, engine, tiers, member
+        # those of several optimizers are separate
+        flats = [flat for flat in engine.gradients.flat_grads if not member.names.isdisjoint(flat.names)]
         self._chunks_by_flat: dict[FlatParam, list[StateChunk]] = {
             flat: [StateChunk(flat, segment) for segment in flat.master.segments if segment.is_offloaded]
             for flat in flats
@@ -104,9 +107,10 @@ class CpuUpdates:
         assert slice_.tier_segment is not None
         return self._chunk_by_segment[slice_.tier_segment].state_buffer(slice_, key, dtype, self._tiers)
 
-    def on_backward_begin(self, backwards: int) -> None:
+    def on_backward_begin(self, total_backwards: int) -> None:
         """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
         self.invalidate()
+        backwards = total_backwards - self._member.last_step
         self._speculator.begin_backward(backwards, self._engine.gradients.scaling.scale.inv_scale)
 
     def on_shard_ready(self, flat: FlatParam) -> None:
@@ -244,7 +248,7 @@ class CpuUpdates:
                     chunk.states[key][within.slice].zero_()
                 state[key] = chunk.states[key][within.slice]
         if "exp_avg" in spec.state_keys and "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
         chunk.adopt_states(slice_, state, self._tiers)
 
     def _remove_uncommitted_states(self) -> None:
@@ -266,10 +270,14 @@ class CpuUpdates:
             for gradient in gradients
             if gradient.is_offloaded
         )
-        needed += sum(chunk.numel for chunk in self._chunk_by_segment.values()) * state_bytes_per_element(self._inner)
+        masters = [gradient.flat.master for gradient in gradients if gradient.flat.master is not None]
+        segments = [segment for master in masters for segment in master.segments if segment.is_offloaded]
+        total = sum(segment.span.numel for segment in segments)
+        needed += total * state_bytes_per_element(self._inner)
         free = int(SPECULATION_MEMORY_FRACTION * max(0, available_host_memory() // local_world_size() - needed))
         limit = self._tiers.spare_host_bytes
-        return free if limit is None else min(free, limit)
+        free = free if limit is None else min(free, limit)
+        return free * sum(chunk.numel for chunk in self._chunk_by_segment.values()) // max(total, 1)
 
     # -- on the worker thread ----------------------------------------------------------------------------------------
 

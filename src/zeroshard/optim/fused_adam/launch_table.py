@@ -113,7 +113,7 @@ def _make_table(spec: LaunchSpec, rows: list[list[int]], block_numel: int, devic
     counts = tuple(-(-row[5] // block_numel) for row in rows)
     first_programs = accumulate(counts, initial=0)
     table_rows = torch.tensor(
-        [[*row, first] for row, first in zip(rows, first_programs, strict=False)], dtype=torch.int64
+        [[*row, first] for row, first in zip(rows, first_programs, strict=False)], dtype=torch.int64, device="cpu"
     )
     return LaunchTable(spec, _copy_to_device(table_rows, device), _program_rows(counts, device))
 
@@ -125,9 +125,9 @@ def _program_rows(counts: tuple[int, ...], device: torch.device) -> torch.Tensor
     """Return the row of each program. Cached, because building it briefly occupies all CPU cores."""
     program_rows = _program_rows_cache.get((counts, device))
     if program_rows is None:
-        rows = torch.arange(len(counts), dtype=torch.int32)
+        rows = torch.arange(len(counts), dtype=torch.int32, device="cpu")
         program_rows = _program_rows_cache[counts, device] = _copy_to_device(
-            torch.repeat_interleave(rows, torch.tensor(counts)), device
+            torch.repeat_interleave(rows, torch.tensor(counts, device="cpu")), device
         )
     return program_rows
 

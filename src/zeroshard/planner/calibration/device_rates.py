@@ -239,7 +239,7 @@ def copy_rate(device: torch.device, seconds: float, max_bytes: int) -> float:
     """
     nbytes = min(MOVED_BYTES[device.type], max_bytes)
     device_buffer = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    host_buffer = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host_buffer = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
     to_host = device_seconds(lambda: host_buffer.copy_(device_buffer, non_blocking=True), device, seconds / 2)
     to_device = device_seconds(lambda: device_buffer.copy_(host_buffer, non_blocking=True), device, seconds / 2)
     return nbytes / max(to_host, to_device)
@@ -259,7 +259,7 @@ def sustained_fraction(machine: Machine, device: torch.device, seconds: float) -
     config, batch = TRAINING_SHAPES[device.type]
     with torch.device(device):
         model = GPT(config).to(PRECISION_DTYPES[precision])
-        tokens = torch.zeros(batch, config.context, dtype=torch.int64)
+    tokens = torch.zeros(batch, config.context, dtype=torch.int64, device=device)
     trace_precision = None if precision == "fp32" else precision
     trace = trace_model(model, micro_batch=batch, device_kind=machine.kind, precision=trace_precision)
     cost = TraceCost.from_trace(trace, machine)

@@ -22,7 +22,7 @@ from zeroshard.planner.tracing.op_cost import iter_tensors
 from zeroshard.planner.tracing.recorder import OpRecorder, ScheduleRecorder
 from zeroshard.planner.tracing.tp_collectives import hook_tp_collectives
 from zeroshard.planner.tracing.trace import Trace
-from zeroshard.sharding import Precision, find_repeated_blocks, plan_units
+from zeroshard.sharding import Precision, find_cast_blocks, find_repeated_blocks, plan_units
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.utils.tree import cast_floats, tree_map_tensors
 
@@ -164,7 +164,7 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
     if plan is not None:
         hook_tp_collectives(meta_model, plan, tensor, recorder)
     if config.compute_dtype is not None:
-        _register_casts(meta_model, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
+        _register_casts(meta_model, config, config.compute_dtype, precision.fp32_modules)
     return meta_model
 
 
@@ -177,8 +177,8 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
-def _register_casts(model: nn.Module, dtype: torch.dtype, fp32_modules: list[str], cast_inputs: bool) -> None:
-    """Cast the model's inputs, and the inputs and outputs of modules that stay in fp32."""
+def _register_casts(model: nn.Module, config: Config, dtype: torch.dtype, fp32_modules: list[str]) -> None:
+    """Cast the inputs of the model and its blocks, and the inputs and outputs of modules that stay in fp32."""
 
     def cast_to(dtype: torch.dtype) -> Any:
         return lambda _, args, kwargs: (cast_floats(args, dtype), cast_floats(kwargs, dtype))
@@ -187,8 +187,8 @@ def _register_casts(model: nn.Module, dtype: torch.dtype, fp32_modules: list[str
         module = model.get_submodule(name)
         module.register_forward_pre_hook(cast_to(torch.float32), with_kwargs=True)
         module.register_forward_hook(lambda _, args, output: cast_floats(output, dtype))
-    if cast_inputs:
-        model.register_forward_pre_hook(cast_to(dtype), with_kwargs=True)
+    for module in (model, *find_cast_blocks(model, config)) if config.cast_inputs else ():
+        module.register_forward_pre_hook(cast_to(dtype), with_kwargs=True)
 
 
 class KeptInputs:
