@@ -52,7 +52,7 @@ def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device("meta"):  # no memory is allocated
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
     return model, model._init_weights, tokenizer  # transformers' own initialisation
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from accelerate_state import forget
 from ranks import run_processes
 from safetensors.torch import load_file
 
@@ -65,6 +66,8 @@ def be_rank(rank: int, port: str, *command: str) -> str:
             runpy.run_path(command[0], run_name="__main__")
     finally:
         sys.argv = before
+        if "accelerate" in sys.modules:
+            forget()
     return printed.getvalue()
 
 
@@ -192,6 +195,18 @@ def test_lora_learns_without_states_for_the_base_and_peft_loads_the_adapter(
     assert sum(tensor.numel() for tensor in saved.values()) == trained
 
 
+def test_accelerates_example_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    import transformers
+
+    options = ("--cpu", "--project", tmp_path)
+    first = run("accelerate_finetune.py", *options, "--epochs", 1)
+    second = run("accelerate_finetune.py", *options, "--epochs", 3, "--resume", "--stage", 1)
+    assert re.findall(r"^epoch (\d)", first + second, re.M) == ["1", "2", "3"]
+    assert float(second.split()[-1]) > 0.75  # guessing gives 0.5
+    _, told = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(told.values()), told
+
+
 # --------------------------------------------------------------------------------------------------- several nodes
 
 
@@ -269,10 +284,93 @@ def test_what_the_pages_point_at_is_there(page: Path) -> None:
         assert (page.parent / target.removeprefix("examples/")).exists(), target
 
 
-def test_the_pieces_for_kubernetes_and_ray_can_be_read() -> None:
+def test_the_piece_for_kubernetes_can_be_read() -> None:
     text = (CLUSTER / "README.md").read_text()
     (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (container,) = yaml.safe_load(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert read_options(container["command"][container["command"].index("train") + 1 :]).run.resume
-    (loop,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    compile(loop, "README.md", "exec")
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.timeout(600)  # Ray starts six processes, twice
+def test_ray_goes_on_with_the_same_numbers_after_a_worker_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'zeroshard[ray]'")
+    options = f"--steps 8 --kill-at 6 --context 16 --batch 4 --storage {tmp_path}".split()
+    extra = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "200"}  # seconds: on a busy machine too
+    extra["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(EXAMPLES / "ray_train.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**extra), timeout=560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists() and "step 8  loss" in done.stdout
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=128, context=16, layers=2, heads=2, width=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.frombuffer(bytearray(shakespeare()[:200_000].encode()), dtype=torch.uint8).long()
+    for step in range(1, 9):  # undisturbed, in one process
+        drawn = [torch.Generator().manual_seed(2 * step + rank) for rank in range(2)]
+        starts = torch.cat([torch.randint(len(text) - 17, (4, 1), generator=generator) for generator in drawn])
+        batch = text[starts + torch.arange(17)]
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    (found,) = re.findall(r"^step 8  loss [\d.]+  norm ([\d.]+)$", done.stdout, re.M)
+    assert float(found) == pytest.approx(float(norm), rel=1e-2)
+    resumed = GPT(model.config)
+    zeroshard.load(tmp_path / "checkpoints", resumed)
+    torch.testing.assert_close(dict(resumed.state_dict()), dict(model.state_dict()), rtol=1e-3, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------- Lightning
+
+
+@pytest.mark.slow(seconds=20)
+def test_lightnings_trainer_starts_the_ranks_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'zeroshard[lightning]'")
+    options = f"--samples 64 --context 16 --width 32 --out {tmp_path} --epochs".split()
+    command = [sys.executable, str(EXAMPLES / "lightning_trainer.py"), *options]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    first = subprocess.run([*command, "1"], capture_output=True, text=True, env=environment(**path), timeout=LIMIT)
+    told = re.search(r"^validation loss ([\d.]+), checkpoint (.*)$", first.stdout, re.M)
+    assert told is not None, first.stdout + first.stderr
+    again = run("lightning_trainer.py", *options, 2, "--resume", told[2], "--strategy", "zeroshard_stage_1")
+    (loss,) = re.findall(r"^validation loss ([\d.]+)", again, re.M)
+    assert float(loss) < float(told[1]) < 5
+
+
+def test_fabrics_loop_has_the_numbers_of_ddp_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'zeroshard[lightning]'")
+    options = ["--context", "16", "--batch", "4", "--checkpoint"]
+    plain = run("fabric_loop.py", *options, tmp_path / "ddp", "--steps", "20", "--strategy", "ddp")
+    run("fabric_loop.py", *options, tmp_path / "zero", "--steps", "10", "--strategy", "zeroshard_stage_1")
+    resumed = run("fabric_loop.py", *options, tmp_path / "zero", "--steps", "20")
+    assert series(plain, "loss")[1:] == pytest.approx(series(resumed, "loss"), rel=1e-3)
+    assert len(series(resumed, "loss")) == 1
+
+
+# ------------------------------------------------------------------------------------------- Trainer and TRL
+
+
+@pytest.mark.slow(seconds=15)
+def test_the_trainer_learns_resumes_at_another_stage_and_leaves_a_model(tmp_path: Path) -> None:
+    cpu = ["--use_cpu", "--ddp_backend", "gloo", "--disable_tqdm", "true", "--report_to", "none"]
+    options = [*cpu, "--output_dir", tmp_path, "--context", 32, "--save_steps", 10, "--eval_steps", 10]
+    first = run("hf_trainer.py", *options, "--max_steps", 10)
+    second = run("hf_trainer.py", *options, "--max_steps", 30, "--stage", 1, "--resume_from_checkpoint", "true")
+    perplexities = [float(re.findall(r"perplexity per character: ([\d.]+)", output)[0]) for output in (first, second)]
+    assert perplexities[1] < perplexities[0] < 64 and "'epoch'" in second
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-20", "checkpoint-30"}
+    plain(tmp_path)
+
+
+@pytest.mark.slow(seconds=15)
+def test_trl_fine_tunes_an_adapter(tmp_path: Path) -> None:
+    import peft
+
+    cpu = ["--use_cpu", "--ddp_backend", "gloo", "--bf16", "false", "--disable_tqdm", "true"]
+    output = run("trl_sft.py", *cpu, "--output_dir", tmp_path, "--max_steps", 10, "--logging_steps", 5)
+    accuracies = re.findall(r"accuracy of the next byte: ([\d.]+), then ([\d.]+)", output)
+    assert len(accuracies) == 1 and float(accuracies[0][0]) < float(accuracies[0][1])
+    assert peft.PeftConfig.from_pretrained(tmp_path).r == 8
+    assert all(value.any() for value in load_file(tmp_path / "adapter_model.safetensors").values())
