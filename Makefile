@@ -3,6 +3,8 @@
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
 # make evidence  measure what docs/evidence.md shows, on a GPU, in about half an hour, and write the page
 # make lint    run ruff and mypy
+# make docs    build the documentation as a site: build/site/index.html
+# make wheel   build a wheel and a source distribution: dist/
 # make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches
 
@@ -15,7 +17,7 @@ PYTEST_ARGS ?= -q -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-slow test-gpu test-all evidence lint dev clean
+.PHONY: train test test-slow test-gpu test-all evidence lint docs wheel dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
@@ -43,6 +45,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev  # warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: $(VENV)/.dev  # without a build environment of its own: nothing is downloaded
+	$(BIN)/python -m hatchling build -d dist -t sdist
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # Install torch first and separately, so that the extras do not select another build.
 $(VENV)/.base: pyproject.toml

@@ -23,6 +23,7 @@ COMMANDS = {  # name → where its function is, and what it measures
     "paper": ("suites.paper:main", "Figures 6 and 7 of the paper"),
     "peers": ("suites.peers:main", "zeroshard, DDP, FSDP2, DeepSpeed and the floor, on many workloads"),
     "planner": ("suites.planner:main", "predicted and measured memory and time"),
+    "pretrained": ("suites.pretrained:main", "loading a transformers model into shards: time and memory"),
     "scaling": ("suites.scaling:main", "cost by ranks, by depth and by the number of parameters, with FSDP2"),
     "sockets": ("suites.sockets:main", "stages 0 and 1 beside DDP on real ranks that share a GPU"),
     "stages": ("suites.stages:main", "what each stage holds and sends"),

@@ -54,6 +54,7 @@ MAX_COPIED = 2**28  # elements of the copy
 UNITS = 24  # that the parameters are in
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Muon's defaults
 SLEEP_CYCLES = 20_000_000  # that the device waits, so that the host runs ahead as it does in training
+CYCLES_PER_SECOND = 2_000_000_000  # of the device's clock, or a little more than that
 
 
 class ManyParameters(nn.Module):
@@ -105,7 +106,7 @@ def _copy_bandwidth(numel: int, device: str, repeats: int) -> float:
     return 8 * numel / statistics.median(found) / 1e9
 
 
-def _time(work: Callable[[], object], device: str) -> tuple[float, float]:
+def _time(work: Callable[[], object], device: str, sleep_cycles: int = SLEEP_CYCLES) -> tuple[float, float]:
     """Return the seconds of the device, and of the host."""
     if device != "cuda":
         begin = time.perf_counter()
@@ -113,7 +114,7 @@ def _time(work: Callable[[], object], device: str) -> tuple[float, float]:
         return (time.perf_counter() - begin,) * 2
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    torch.cuda._sleep(sleep_cycles)
     first.record()
     begin = time.perf_counter()
     work()
@@ -141,10 +142,10 @@ def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> 
             names = [name for name, param in owned.items() if param.owner == 0]
             floor = _newton_schulz([model.get_parameter(name).shape for name in names], device)
         loss.backward()
-        for _ in range(3):
-            step()
+        warmup = [_time(step, device)[1] for _ in range(3)]
+        sleep_cycles = int(1.5 * CYCLES_PER_SECOND * warmup[-1])  # until the host has started everything
         memory.restart()
-        times = [_time(step, device) for _ in range(repeats)]
+        times = [_time(step, device, sleep_cycles) for _ in range(repeats)]
         products = [_time(floor, device)[0] for _ in range(repeats)] if floor is not None else []
         peak = memory.peak()["allocated"]
     seconds, host = (statistics.median(values) for values in zip(*times, strict=True))

@@ -25,7 +25,19 @@ from ranks import run_processes
 
 from benchmarks.harness import record, search, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
-from benchmarks.suites import checkpoint, memory, offload, optimizer, paper, peers, planner, scaling, sockets, stages
+from benchmarks.suites import (
+    checkpoint,
+    memory,
+    offload,
+    optimizer,
+    paper,
+    peers,
+    planner,
+    pretrained,
+    scaling,
+    sockets,
+    stages,
+)
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.optim import step
 
@@ -450,6 +462,20 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(
     psi = 2 * 12 * 64**2  # and a little more
     assert result["ranks"] == 2 and 12 * psi < result["bytes"] < 15 * psi
     assert {row[0] for row in cells(capsys.readouterr().out)} >= {"raw", "zeroshard", "fsdp2", "host copy"}
+
+
+@pytest.mark.slow(seconds=3)
+def test_a_transformers_model_is_loaded_by_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_pooled(measure: Any, ranks: int, **arguments: Any) -> dict[str, Any]:
+        return dict(json.loads(json.dumps(run_processes(ranks, measure_rank, measure, arguments)[0])))
+
+    monkeypatch.setattr(pretrained, "run_ranks", run_pooled)
+    results = run(pretrained.main, tmp_path, "--ranks", "2", "--directory", str(tmp_path))
+    assert [result["variant"] for result in results] == [*pretrained.VARIANTS, *pretrained.VARIANTS]
+    for result in results:
+        share = result["read"] / result["file"]
+        assert share == 1 if result["variant"].startswith("transformers") else 0.45 < share < 0.55
+        assert result["seconds"] >= result["own seconds"] > 0
 
 
 @pytest.mark.parametrize(
