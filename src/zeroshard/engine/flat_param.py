@@ -290,4 +290,6 @@ class FlatParam(FlatMetadata):
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the tensor's stride if it is dense (also channels last), else the contiguous one."""
+    if tensor.is_contiguous():
+        return tensor.stride()
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
