@@ -15,7 +15,7 @@ import zeroshard
 from zeroshard import Config, Offload
 from zeroshard.cli.main import main
 from zeroshard.cli.migrate import script_lines
-from zeroshard.config.deepspeed import NO_COUNTERPART, SCRIPT, UNKNOWN, read_deepspeed
+from zeroshard.config.deepspeed import NO_COUNTERPART, NOT_NEEDED, SCRIPT, UNKNOWN, read_deepspeed
 
 # All keys of DeepSpeed's documentation and of the classes that read its configuration, each with a value that is on.
 DOCUMENTED: dict[str, Any] = {
@@ -290,6 +290,12 @@ def test_auto_and_wrong_values_are_errors_with_what_to_do() -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path must be the path"),
         ({"communication_data_type": "int8"}, '"fp32", "bf16" or "fp16", got \'int8\''),
         ({"fp16": True}, "fp16 must be a JSON object"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": "auto"}},
+            "scale_power must be a number, got 'auto': no tool",
+        ),
+        ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "fp16.loss_scale must be a number, got 'auto'"),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size must be a number, got '5e8'"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'zero_optimization.overlap_comm'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -300,6 +306,23 @@ def test_auto_and_wrong_values_are_errors_with_what_to_do() -> None:
         Config.from_deepspeed({"gradient_clipping": 1.0}, handled=["gradient_cliping"])
     with pytest.raises(TypeError, match="unknown option 'stagee'"):
         Config.from_deepspeed({}, stagee=2)
+
+
+@pytest.mark.parametrize("value", [{}, {"topk_ratio": 0.1}])
+def test_a_section_that_is_on_if_it_is_there_is_not_dropped(value: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"zero_optimization\.zenflow = .*every gradient is applied in its own step"):
+        Config.from_deepspeed({"zero_optimization": {"stage": 2, "zenflow": value}})
+    Config.from_deepspeed({"zero_optimization": {"stage": 2, "zenflow": None}})
+
+
+def test_bf16_names_the_overflow_check_that_recent_versions_have_by_default() -> None:
+    def found(**section: Any) -> list[tuple[str, bool]]:
+        keys = read_deepspeed({"bf16": {"enabled": True, **section}}).keys
+        return [(key.kind, key.changes_numbers) for key in keys if key.key == "bf16.check_grad_overflow"]
+
+    assert found() == [(NO_COUNTERPART, False)]  # a NaN in the loss shows itself
+    assert found(check_grad_overflow=True) == [(NO_COUNTERPART, True)]
+    assert found(check_grad_overflow=False) == [(NOT_NEEDED, False)]
 
 
 def test_a_file_is_read_as_json_without_duplicate_keys(tmp_path: Path) -> None:

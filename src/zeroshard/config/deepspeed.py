@@ -213,7 +213,7 @@ _NOT_NEEDED = {
     "zero_optimization.offload_param.pin_memory": "host memory is pinned where that helps",
 }
 
-# Changes the numbers if it is on, and zeroshard has nothing like it. (A section is on if its "enabled" is.)
+# Changes the numbers if it is on, and zeroshard has nothing like it. (A section is on if its "enabled" is; see _is_on.)
 _NO_COUNTERPART = {
     "amp": 'apex is not supported: precision="bf16" or "fp16", or torch.autocast in the script',
     "bf16.bf16_master_weights_and_grads": "master weights are always fp32. A bf16 model with precision=None has none",
@@ -238,10 +238,25 @@ _NO_COUNTERPART = {
 }
 
 
-def _is_on(value: Any) -> bool:
+# Sections without "enabled", which DeepSpeed turns on if they are there, also empty.
+_ON_IF_PRESENT = {"sparse_attention", "zero_optimization.zenflow", "zero_optimization.zeropp_loco_param"}
+
+
+def _is_on(value: Any, key: str = "") -> bool:
     if isinstance(value, Mapping):
-        return bool(value.get("enabled", bool(value)))
+        return key in _ON_IF_PRESENT or bool(value.get("enabled", bool(value)))
     return value not in (False, None, 0, "")
+
+
+def _number(key: str, value: Any) -> float:
+    """Return a value that DeepSpeed reads as a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        hint = f": {_KEPT_OPEN}" if value == AUTO else ""
+        raise ValueError(f"{key} must be a number, got {value!r}{hint}")
+    return value
+
+
+_KEPT_OPEN = "no tool replaces it here, and DeepSpeed rejects it. Leave the key out for its default"
 
 
 def _shown(value: Any) -> str:
@@ -308,7 +323,7 @@ class _Reader:
         elif key in _NOT_NEEDED:
             yield MigratedKey(key, value, NOT_NEEDED, _NOT_NEEDED[key])
         elif key in _NO_COUNTERPART:
-            if _is_on(value):
+            if _is_on(value, key):
                 yield MigratedKey(key, value, NO_COUNTERPART, _NO_COUNTERPART[key], changes_numbers=True)
             else:
                 yield MigratedKey(key, value, NOT_NEEDED, "it is off")
@@ -329,6 +344,12 @@ class _Reader:
         if self.precision == "bf16" and self.stage == 0 and types == (None, None):
             text = 'reduce_dtype="fp32": in stage 0 DeepSpeed accumulates bf16 gradients in fp32'
             yield MigratedKey("data_types.grad_accum_dtype", None, OPTION, text, options={"reduce_dtype": "fp32"})
+        if self.precision == "bf16" and "check_grad_overflow" not in self.config.get("bf16", {}):
+            text = (
+                "recent versions of DeepSpeed skip a step whose gradients are not finite, if the file does not say "
+                "otherwise; zeroshard does so only with fp16. clip_grad_norm_(…, error_if_nonfinite=True) raises"
+            )
+            yield MigratedKey("bf16.check_grad_overflow", None, NO_COUNTERPART, text)
         if self.precision == "fp16":
             text = "optimizer.scale(loss).backward(): DeepSpeed's engine.backward(loss) scales the loss by itself"
             yield MigratedKey("fp16.loss", "scaled", SCRIPT, text, changes_numbers=True)
@@ -371,6 +392,8 @@ def _read_loss_scale(reader: _Reader, key: str, value: Any) -> Iterator[Migrated
         yield MigratedKey(key, value, NOT_NEEDED, "the loss scale is for fp16")
         return
     is_static = _is_on(reader.config.get("fp16", {}).get("loss_scale", 0))
+    if name in ("initial_scale_power", "loss_scale"):
+        _number(key, value)
     if name == "initial_scale_power" and not is_static:
         text = f"loss_scale=2.0**{value}"
         yield MigratedKey(key, value, OPTION, text, options={"loss_scale": 2.0**value})
@@ -429,8 +452,9 @@ def _read_bucket_size(reader: _Reader, key: str, value: Any) -> Iterator[Migrate
     elif reader.stage == 3 and key.endswith("allgather_bucket_size"):
         yield MigratedKey(key, value, NOT_NEEDED, "DeepSpeed does not use it in stage 3")
     else:
-        text = f"bucket_size={max(int(value), 1)}: elements per collective, also of a step's update"
-        yield MigratedKey(key, value, OPTION, text, options={"bucket_size": max(int(value), 1)})
+        size = max(int(_number(key, value)), 1)
+        text = f"bucket_size={size}: elements per collective, also of a step's update"
+        yield MigratedKey(key, value, OPTION, text, options={"bucket_size": size})
 
 
 def _read_prefetch(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
