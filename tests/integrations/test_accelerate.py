@@ -460,6 +460,18 @@ def test_what_cannot_be_right_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
         require("accelerate", ">=0.1,<1")
 
 
+def test_two_models_that_share_a_module_are_refused_before_one_is_sharded() -> None:
+    accelerator, shared = ZeroAccelerator(), nn.Linear(2, 2)
+    first, second = nn.Sequential(shared, nn.Linear(2, 1)), nn.Sequential(nn.ReLU(), shared)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'0\.weight' of Sequential is also '1\.weight' .* one nn\.ModuleList"):
+        accelerator.prepare(first, second, optimizer)
+    assert not zeroshard.is_sharded(first)
+    accelerator.prepare(first, optimizer)
+    with pytest.raises(ValueError, match=r"'0\.weight' of Sequential is also 'weight' of Linear.*only the larger one"):
+        accelerator.prepare(shared)
+
+
 def test_mixed_precision_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator, model = ZeroAccelerator(), net()

@@ -113,6 +113,7 @@ class ZeroAccelerator(Accelerator):
         """Prepare all objects as Accelerate does; each model is sharded together with its optimizer."""
         models = [arg for arg in args if isinstance(arg, nn.Module)]
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        _check_disjoint(list(dict.fromkeys(map(unwrap_compiled, [*self._models, *models]))))
         sharded = self._shard_pairs(models, [optimizer for optimizer in optimizers if _is_plain(optimizer)])
         return super().prepare(*(sharded.get(id(arg), arg) for arg in args), device_placement=device_placement)
 
@@ -431,6 +432,20 @@ def _allow_new_optimizer(model: nn.Module) -> None:
     """Let the user make an optimizer for a model that is sharded without one; ``prepare`` shards them together."""
     for parameter in model.parameters():
         parameter.__dict__["_zeroshard"].allows_new_optimizer = True
+
+
+def _check_disjoint(models: list[nn.Module]) -> None:
+    """Raise if a parameter is in two models: each would be sharded, and reduce the gradient, on its own."""
+    owners: dict[int, tuple[str, nn.Module]] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            first, owner = owners.setdefault(id(parameter), (name, model))
+            if owner is not model:
+                raise ValueError(
+                    f"{first!r} of {type(owner).__name__} is also {name!r} of {type(model).__name__}, and a parameter "
+                    "belongs to one prepared model: put both into one nn.ModuleList, prepare that, and make the "
+                    "optimizer from its parameters. If one is a part of the other, prepare only the larger one"
+                )
 
 
 def _find_model(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module:
