@@ -8,6 +8,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -489,6 +490,32 @@ def test_fp16_is_right_whether_the_loss_is_scaled_or_not(scales: bool, options: 
 
     for world in (1, 2) if stage == 3 else (2,):
         assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, precision="fp16", **options)
+
+
+def test_a_step_after_a_loss_that_was_not_scaled_warns_once_and_only_if_nobody_scales() -> None:
+    model, optimizer = sharded(1, stage=3, **FP16)
+    loss_of(model, batch()).backward()
+    with pytest.warns(UserWarning, match=r"optimizer\.scale\(loss\)") as found:
+        optimizer.step()
+    assert [Path(warning.filename) for warning in found] == [Path(__file__)]
+    with warnings.catch_warnings(action="error"):
+        loss_of(model, batch()).backward()
+        optimizer.step()
+
+        model, optimizer = sharded(1, stage=3, **FP16)
+        optimizer.step()
+        optimizer.scale(loss_of(model, batch())).backward()
+        optimizer.step()
+        for scaler in (torch.amp.GradScaler("cpu", init_scale=256.0), None):
+            model, optimizer = sharded(1, stage=3, **FP16)
+            if scaler is not None:
+                scaler.scale(loss_of(model, batch())).backward()
+                scaler.step(optimizer)
+                continue
+            (loss_of(model, batch()) * 256).backward()
+            for parameter in model.parameters():
+                parameter.grad.div_(256)
+            optimizer.step()
 
 
 @every_stage

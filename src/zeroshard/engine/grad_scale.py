@@ -43,6 +43,7 @@ class GradScaling:
     def __init__(self, flat_grads: dict[FlatParam, FlatGrad], norms: GradNorms) -> None:
         self._flat_grads, self._norms = flat_grads, norms
         self.scale = UNSCALED  # factors that no gradient has been multiplied by yet
+        self.has_edits = False  # whether the user's code, or a GradScaler, has ever changed a gradient
         # some gradients, and a factor that only these have not been multiplied by yet
         self.deferred: list[tuple[list[torch.Tensor], torch.Tensor]] = []
 

@@ -153,6 +153,7 @@ class ParamGradHandle:
     def writable_shards(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return (elements in the flat's order, values) of this rank's shard; the caller may write the values."""
         self.finish_reduction("change the gradients")
+        self.gradients.scaling.has_edits = True
         self.gradients.scaling.apply()
         self.param_grads.state_guard.invalidate_speculation()
         self.gradients.prepare_write(self.flat_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ class LossScale:
         self._is_shared = is_shared
         self._has_stepped = False  # whether a step has used scaled gradients since the last update
         self._overflow = torch.zeros((), device=device)  # fp32, 1 if one of these steps was skipped
+        self._has_warned = False
 
     @property
     def scale(self) -> torch.Tensor:
@@ -83,6 +85,17 @@ class LossScale:
             if not self._is_shared:
                 self._update()
         self.found_inf.zero_()
+
+    def warn_unscaled(self) -> None:
+        """Warn, once, that a step uses gradients of a loss that was not scaled. It may be what the user wants."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                'precision="fp16": optimizer.step() after a loss that was not multiplied by optimizer.scale(loss). '
+                "Gradients below 6e-8 became zero, and those below 6e-5 lost precision: call "
+                "optimizer.scale(loss).backward()",
+                stacklevel=5,  # the caller of step()
+            )
 
     def _update(self) -> None:
         """Update the scale after the steps since the last update, if there are any."""

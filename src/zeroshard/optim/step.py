@@ -135,6 +135,8 @@ class OptimizerStep:
         grad_scale = gradients.scaling.scale
         if self._loss_scale is not None:
             grad_scale = self._check_overflow(slices, self._loss_scale)
+            if slices and backwards and grad_scale.inv_scale is None and not gradients.scaling.has_edits:
+                self._loss_scale.warn_unscaled()
         is_single_call = self._torch.decide_single_call()
         if self._cpu_updates is not None and not is_single_call:
             self._cpu_updates.on_step(backwards)
