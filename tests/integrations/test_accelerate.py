@@ -482,6 +482,17 @@ def test_mixed_precision_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert model(torch.ones(2, 16)).dtype == torch.bfloat16
 
 
+def test_zero_may_be_a_config_whose_precision_is_compared_too() -> None:
+    config = zeroshard.Config(stage=2, precision="bf16", bucket_size=1024)
+    for zero in (config, {"config": config}):
+        assert ZeroAccelerator(zero=zero).zero == {"stage": 2, "precision": "bf16", "bucket_size": 1024}
+        forget()
+    refused(config, "precision 'bf16', but mixed_precision is 'fp16'", mixed_precision="fp16")
+    refused({"config": {}}, "config must be a zeroshard.Config", TypeError)
+    accelerator = ZeroAccelerator(zero=zeroshard.Config(stage=1), mixed_precision="bf16")
+    assert accelerator.zero == {"stage": 1, "precision": "bf16"}
+
+
 def test_an_accelerator_of_another_library_is_adopted() -> None:
     accelerator, model = Accelerator(), net()
     assert ZeroAccelerator.adopt(accelerator, {"stage": 2}) is accelerator

@@ -20,6 +20,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ class ZeroOptimizer(AcceleratedOptimizer):
 class ZeroAccelerator(Accelerator):
     """``accelerate.Accelerator`` with ZeRO stages 0 to 3 by zeroshard instead of DDP.
 
-    ``zero`` has the options of :func:`zeroshard.shard`: ``{"stage": 3, "offload": "host"}``. Everything else is
-    Accelerate's. ``prepare`` changes models in place. ``mixed_precision="bf16"`` or "fp16" sets ``precision``.
+    ``zero`` has the options of :func:`zeroshard.shard`, ``{"stage": 3, "offload": "host"}``, or is a
+    :class:`zeroshard.Config`. Everything else is Accelerate's. ``prepare`` changes models in place.
+    ``mixed_precision="bf16"`` or "fp16" sets ``precision``.
 
     An ``Accelerator`` that other code has made becomes a ``ZeroAccelerator`` by :meth:`adopt`, before it has prepared
     anything.
@@ -83,13 +85,15 @@ class ZeroAccelerator(Accelerator):
     _models: list[Any]
     _optimizers: list[Any]
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | zeroshard.Config | None = None, **kwargs: Any) -> None:
         _check_no_other_strategy(kwargs)
         super().__init__(*args, **kwargs)
         self._configure(zero)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, zero: Mapping[str, Any] | None = None) -> ZeroAccelerator:
+    def adopt(
+        cls, accelerator: Accelerator, zero: Mapping[str, Any] | zeroshard.Config | None = None
+    ) -> ZeroAccelerator:
         """Turn an ``Accelerator`` that has prepared nothing yet into a ``ZeroAccelerator``, in place; return it."""
         if accelerator._models or accelerator._optimizers:
             raise ValueError("this Accelerator has prepared a model or an optimizer already: adopt it before prepare()")
@@ -99,7 +103,7 @@ class ZeroAccelerator(Accelerator):
         adopted: ZeroAccelerator = accelerator
         return adopted
 
-    def _configure(self, zero: Mapping[str, Any] | None) -> None:
+    def _configure(self, zero: Mapping[str, Any] | zeroshard.Config | None) -> None:
         self.zero = _resolve_options(self, zero)
         self.native_amp = self.mixed_precision != "no"  # on a CPU too, where Accelerate has no fp16
         self.scaler = None  # zeroshard's own loss scale is used
@@ -488,10 +492,27 @@ def _check_no_other_strategy(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _resolve_options(accelerator: Accelerator, zero: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of ``zeroshard.shard`` that follow from ``zero`` and the accelerator's own arguments."""
+def _as_options(zero: Mapping[str, Any] | zeroshard.Config | None) -> dict[str, Any]:
+    """Return ``zero`` as options by name; of a Config those that are not the default."""
+    if isinstance(zero, zeroshard.Config):
+        zero = {"config": zero}
     if zero is not None and not isinstance(zero, Mapping):
-        raise TypeError(f"zero is a dictionary of options of zeroshard.shard, as {{'stage': 3}}, got {zero!r}")
+        raise TypeError(
+            "zero is a dictionary of options of zeroshard.shard, as {'stage': 3}, or a zeroshard.Config, got "
+            f"{zero!r}"
+        )
+    options = dict(zero or {})
+    config = options.pop("config", None)
+    if config is not None and not isinstance(config, zeroshard.Config):
+        raise TypeError(f"config must be a zeroshard.Config, got {type(config).__name__}: pass options by name")
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)} if config is not None else {}
+    defaults = vars(zeroshard.Config())
+    return {**{name: value for name, value in chosen.items() if value != defaults[name]}, **options}
+
+
+def _resolve_options(accelerator: Accelerator, zero: Mapping[str, Any] | zeroshard.Config | None) -> dict[str, Any]:
+    """Return the options of ``zeroshard.shard`` that follow from ``zero`` and the accelerator's own arguments."""
+    given = _as_options(zero)
     kind, precision = accelerator.distributed_type, accelerator.mixed_precision
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ValueError(f"ZeroAccelerator runs on CPUs and CUDA GPUs with DDP's launchers, got {kind}")
@@ -503,7 +524,7 @@ def _resolve_options(accelerator: Accelerator, zero: Mapping[str, Any] | None) -
         )
     if precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"ZeroAccelerator's mixed_precision is 'no', 'bf16' or 'fp16', got {precision!r}")
-    options = {**_handler_options(accelerator), **(zero or {})}
+    options = {**_handler_options(accelerator), **given}
     if precision != "no" and options.setdefault("precision", precision) != precision:
         raise ValueError(
             f"zero has precision {options['precision']!r}, but mixed_precision is {precision!r}: leave one of them out"
