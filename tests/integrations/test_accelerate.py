@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -480,6 +481,12 @@ def test_mixed_precision_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert model(torch.ones(2, 16)).dtype == torch.float32
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     assert model(torch.ones(2, 16)).dtype == torch.bfloat16
+
+
+def test_without_autocast_the_model_computes_in_fp32_as_with_ddp() -> None:
+    accelerator, model = make({}, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]), net()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_close(model(torch.full((2, 16), 0.1)), net()(torch.full((2, 16), 0.1)), 1e-7)
 
 
 def test_zero_may_be_a_config_whose_precision_is_compared_too() -> None:

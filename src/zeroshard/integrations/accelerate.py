@@ -524,6 +524,9 @@ def _resolve_options(accelerator: Accelerator, zero: Mapping[str, Any] | zerosha
         )
     if precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"ZeroAccelerator's mixed_precision is 'no', 'bf16' or 'fp16', got {precision!r}")
+    autocast = accelerator.__dict__["autocast_handler"]
+    if autocast is not None and not autocast.enabled:  # DDP computes in fp32 then
+        precision = "no"
     options = {**_handler_options(accelerator), **given}
     if precision != "no" and options.setdefault("precision", precision) != precision:
         raise ValueError(
