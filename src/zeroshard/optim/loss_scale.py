@@ -93,7 +93,7 @@ class LossScale:
             warnings.warn(
                 'precision="fp16": optimizer.step() after a loss that was not multiplied by optimizer.scale(loss). '
                 "Gradients below 6e-8 became zero, and those below 6e-5 lost precision: call "
-                "optimizer.scale(loss).backward()",
+                "optimizer.scale(loss).backward(), or the backward of your tool, as accelerator.backward(loss)",
                 stacklevel=5,  # the caller of step()
             )
 
