@@ -430,6 +430,34 @@ def test_hooks_save_and_load_what_they_take_and_options_pass_through(tmp_path: P
         accelerator.register_load_state_pre_hook(lambda models, path: zeroshard.load(f"{path}/own.pt", models.pop()))
 
 
+def test_an_ema_is_saved_with_its_own_model(tmp_path: Path) -> None:
+    accelerator, teacher, model = make({"stage": 3}), net(seed=2), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    teacher, model, optimizer = accelerator.prepare(teacher, model, optimizer)
+    ema = zeroshard.EMA(model, decay=0.5)
+
+    def averages() -> dict[str, torch.Tensor]:
+        accelerator.backward(model(torch.ones(2, 16)).sum() + teacher(torch.ones(2, 16)).sum().detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        with ema.swapped():
+            return accelerator.get_state_dict(model)
+
+    before = averages()
+    accelerator.save_state(tmp_path / "all", ema=ema)
+    after = averages()
+    assert not torch.equal(after["3.weight"], before["3.weight"])
+    accelerator.load_state(tmp_path / "all", ema=ema)
+    assert_close(averages(), after, 0)  # goes on from the averages of the checkpoint
+    with pytest.raises(ValueError, match="total_limit"):
+        accelerator.save_state(tmp_path / "all", keep=1)
+    accelerator.free_memory()
+    accelerator.prepare(net(seed=3))
+    with pytest.raises(ValueError, match="averages none of the prepared models"):
+        accelerator.save_state(tmp_path / "all", ema=ema)
+
+
 def refused(zero: Any, match: str, error: type[Exception] = ValueError, **kwargs: Any) -> None:
     with pytest.raises(error, match=match):
         ZeroAccelerator(zero=zero, **kwargs)

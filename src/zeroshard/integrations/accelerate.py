@@ -221,7 +221,7 @@ class ZeroAccelerator(Accelerator):
         if not zeroshard.is_sharded(inner):
             context = super().no_sync(model)
         else:
-            is_partitioned = inner.__dict__["_zeroshard"].engine.gradients.is_partitioned
+            is_partitioned = _engine_of(inner).gradients.is_partitioned
             context = nullcontext() if is_partitioned else zeroshard.no_sync(inner)
         with context:
             yield
@@ -281,6 +281,7 @@ class ZeroAccelerator(Accelerator):
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save everything that was prepared or registered; ``options`` are those of :func:`zeroshard.save`."""
+        _check_options(self._models, options)
         save = partial(_save_sharded, self, list(self._models), [*self._save_model_state_pre_hook.values()], options)
         with self._without_sharded("_save_model_state_pre_hook", save):
             return super().save_state(output_dir, safe_serialization)
@@ -291,6 +292,7 @@ class ZeroAccelerator(Accelerator):
         A directory that Accelerate's own DDP run has saved is loaded too.
         """
         map_location = {"map_location": options.pop("map_location")} if "map_location" in options else {}
+        _check_options(self._models, options)
         prepared = list(self._models), list(self._optimizers)
         load = partial(_load_sharded, self, *prepared, [*self._load_model_state_pre_hook.values()], options)
         with self._without_sharded("_load_model_state_pre_hook", load):
@@ -337,8 +339,9 @@ def _save_sharded(
     for model, has_weights, path in _sharded_models(models, is_left, directory):
         optimizer = _one_or_all(_optimizers_of(model))
         if has_weights or optimizer is not None:
-            extra = {"accelerator_step": accelerator.step, **options.get("extra", {})}
-            zeroshard.save(path, model, optimizer, **{"weights": has_weights, **options, "extra": extra})
+            own = {"weights": has_weights, **_options_of(model, options)}
+            extra = {"accelerator_step": accelerator.step, **(options.get("extra") or {})}
+            zeroshard.save(path, model, optimizer, **{**own, "extra": extra})
 
 
 def _load_sharded(
@@ -367,9 +370,33 @@ def _load_sharded(
         optimizer = _one_or_all(_optimizers_of(model))
         if has_weights or optimizer is not None:
             # Accelerate itself restores the RNG states
-            loaded = zeroshard.load(path, model, optimizer, **{"weights": has_weights, "random": False, **options})
+            own = {"weights": has_weights, "random": False, **_options_of(model, options)}
+            loaded = zeroshard.load(path, model, optimizer, **own)
             # Accelerate reads it from the rank's own file, which a rank that did not exist at the save has not
             accelerator.step = loaded.extra.get("accelerator_step", accelerator.step)
+
+
+def _check_options(models: list[nn.Module], options: dict[str, Any]) -> None:
+    """Raise if an option of ``save_state`` or ``load_state`` does not fit all that is saved."""
+    if options.get("keep") is not None:  # it would count the folders of several models as checkpoints
+        raise ValueError(
+            "keep= is for zeroshard.save: here ProjectConfiguration(total_limit=…) removes old checkpoints"
+        )
+    ema = options.get("ema")
+    if ema is not None and not any(ema.is_of(_engine_of(model)) for model in models):
+        raise ValueError("ema= averages none of the prepared models: make it with zeroshard.EMA after prepare()")
+
+
+def _options_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of ``zeroshard.save`` or ``load`` for one of several models: ``ema`` is of one."""
+    ema = options.get("ema")
+    is_other = ema is not None and not ema.is_of(_engine_of(model))
+    return {name: value for name, value in options.items() if not (is_other and name == "ema")}
+
+
+def _engine_of(model: nn.Module) -> Any:
+    sharded: Any = unwrap_compiled(model).__dict__.get("_zeroshard")
+    return None if sharded is None else sharded.engine
 
 
 def _on_first_rank(flags: list[bool]) -> list[bool]:
