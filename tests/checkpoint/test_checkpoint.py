@@ -554,6 +554,39 @@ def test_mid_accumulation_and_wrong_pairs_are_refused_on_all_ranks(tmp_path: Pat
     run_threads(2, at_wrong_moments, tmp_path)
 
 
+def adversarial_loop(rank: int, path: Path, stage: int, clears: str) -> None:
+    """The usual loop of a GAN: the maker's loss leaves gradients in the judge, which clears them before its own."""
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    maker, make_step = zeroshard.shard(maker, torch.optim.SGD(maker.parameters(), lr=0.1), stage=stage)
+    judge, judge_step = zeroshard.shard(judge, torch.optim.SGD(judge.parameters(), lr=0.1), stage=stage)
+    loss_net, _ = zeroshard.shard(nn.Linear(1, 1), stage=stage)  # has gradients, and no optimizer
+    for number in range(3):
+        judge_step.zero_grad() if clears == "optimizer" else judge.zero_grad()
+        judge(maker(torch.ones(2, 4)).detach()).sum().backward()
+        judge_step.step()
+        make_step.zero_grad()
+        loss_net(judge(maker(torch.ones(2, 4)))).sum().backward()
+        make_step.step()
+        if number:
+            zeroshard.save(path / f"judge-{number}", judge, judge_step)
+        zeroshard.save(path / "loss", loss_net)
+    judge_step.zero_grad()
+    for _ in range(2):  # a loop that accumulates
+        judge(torch.ones(2, 4)).sum().backward()
+        judge(torch.ones(2, 4)).sum().backward()
+        judge_step.step()
+        judge_step.zero_grad()
+    judge(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(zeroshard.CheckpointError, match=r"gradients of 1 backwards since the last step"):
+        zeroshard.save(path / "early", judge, judge_step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+def test_gradients_that_the_loop_clears_do_not_prevent_a_save(clears: str, stage: int, tmp_path: Path) -> None:
+    run_threads(2, adversarial_loop, tmp_path, stage, clears)
+
+
 class Views(nn.Module):
     """Buffers that are views of each other."""
 

@@ -91,6 +91,7 @@ def save(
     def prepare() -> tuple[RankPayload, Snapshot | None]:
         if engine is not None:
             _check_can_save(engine, not optimizers and ema is None)
+            _check_no_unsaved_grads(engine, model)
         _warn_of_unsaved_grads(optimizers)
         payload = _PayloadBuilder(model, optimizers, checkpoint_group, ema).build(extra, rank_extra, weights, frozen)
         if wait:
@@ -135,7 +136,17 @@ def _check_can_save(engine: Engine, is_weights_only: bool) -> None:
         raise CheckpointError(reason)
     if engine.is_running:
         raise CheckpointError("a forward or backward is in progress: save between steps")
-    if engine.backward_count and engine.gradients.has_used_params:
+
+
+def _check_no_unsaved_grads(engine: Engine, model: nn.Module) -> None:
+    """Raise if the next step would use gradients of backwards so far: a checkpoint contains none.
+
+    It would not if the model has no optimizer, or if its loop clears such gradients: the judge of a GAN has some of the
+    maker's loss.
+    """
+    sharded: Any = vars(model)["_zeroshard"]
+    is_cleared = engine.gradients.memory.discards_unstepped or not sharded.optimizers
+    if engine.backward_count and engine.gradients.has_used_params and not is_cleared:
         raise CheckpointError(
             f"there are gradients of {engine.backward_count} backwards since the last step, and a checkpoint contains "
             "no gradients: save after optimizer.step(), or clear them with optimizer.zero_grad()"

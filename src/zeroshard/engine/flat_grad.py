@@ -230,6 +230,8 @@ class GradMemory:
         is_partitioned, is_persistent = context.placement.gradients, context.config.offload is not None
         self.is_persistent = is_persistent
         self.is_exposed = False  # whether the user may hold a view of the current gradients
+        self.has_unstepped = False  # whether a backward has added gradients since the last step of any optimizer
+        self.discards_unstepped = False  # whether the last clear has dropped such gradients, as the loop of a GAN does
         self._has_memory = False  # whether some gradients have memory
         self._is_single_allocation = is_persistent and not is_partitioned  # whether all share one allocation
         self._peak_allocated_bytes = 0  # peak allocated bytes since the last backward

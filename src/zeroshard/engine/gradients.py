@@ -135,7 +135,7 @@ class Gradients:
             self.wait_reductions()
             self._accumulate_local(unit)
             self.has_unreduced |= not self.reduce_queue.is_partial or self.reduce_queue.is_ahead_of(unit)
-            self._has_accumulated, self._is_usage_synced = True, False
+            self._has_accumulated, self.memory.has_unstepped, self._is_usage_synced = True, True, False
             self._cleared.clear()
             self.norms.cache.clear()
 
@@ -147,6 +147,7 @@ class Gradients:
         self.norms.cache.clear()
         self._cleared.clear()
         self._is_usage_synced, self._has_accumulated, self._unhooked_inverse_scale = False, True, None
+        self.memory.has_unstepped = True
 
     @torch.no_grad()
     def on_scaled_backward(self, inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -228,6 +229,8 @@ class Gradients:
         if self.scaling.scale is not UNSCALED or self.scaling.deferred:
             self.scaling.clear(set_to_none)
         self.norms.cache.clear()
+        if self._has_accumulated:
+            self.memory.discards_unstepped, self.memory.has_unstepped = self.memory.has_unstepped, False
         self._has_accumulated, self._unhooked_inverse_scale = False, None
         if set_to_none:
             self._is_usage_synced = False
@@ -243,6 +246,8 @@ class Gradients:
     def clear_flats(self, flat_grads: Iterable[FlatGrad], set_to_none: bool) -> None:
         """Set the gradients of some flats to None, or to zero; all memory is freed with the last of them."""
         self.wait_reductions()
+        if self._has_accumulated:
+            self.memory.discards_unstepped = self.memory.has_unstepped
         self.scaling.apply()
         self.norms.cache.clear()
         for gradient in flat_grads:

@@ -77,6 +77,7 @@ class Membership:
 
     def end_step(self, backwards: int) -> None:
         """End a step; ``backwards`` is what :meth:`begin_step` returned."""
+        self.shared.engine.gradients.memory.has_unstepped = False
         self.shared.engine.comm.counters.end_step(continues_last=self.shared.count > 1 and not backwards)
 
     def check_ungrouped(self, names: list[str]) -> None:
