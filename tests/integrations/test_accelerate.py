@@ -376,6 +376,16 @@ def test_an_optimizer_may_be_prepared_after_its_model_without_loss_of_precision(
     assert len(accelerator._models) == len(accelerator._optimizers) == 2
 
 
+def test_one_process_builds_a_model_of_the_meta_device() -> None:
+    accelerator = make({"stage": 3})
+    with torch.device("meta"):
+        model: nn.Module = nn.Linear(16, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 16)).sum())
+    optimizer.step()
+    assert accelerator.get_state_dict(model)["weight"].isfinite().all()
+
+
 def test_a_model_without_an_optimizer_is_sharded_and_an_unprepared_optimizer_cannot_step_it() -> None:
     accelerator = make({"stage": 3})
     model = accelerator.prepare(net())

@@ -146,7 +146,7 @@ class ZeroAccelerator(Accelerator):
         if zeroshard.is_sharded(model):  # without these optimizers
             zeroshard.unwrap(model)
         if self.device_placement and not torch.distributed.is_initialized():
-            model.to(self.device)  # else shard() moves it, unit by unit
+            _place(model, self.device)  # else shard() moves it, unit by unit
         if not optimizers:
             zeroshard.shard(model, **{**self.zero, "precision": None})
             _allow_new_optimizer(model)
@@ -435,6 +435,17 @@ def _sharded_models(
     sharded = [(model, value) for model, value in found.items() if zeroshard.is_sharded(model)]
     for number, (model, value) in enumerate(sharded):
         yield model, value, Path(directory, f"zeroshard_{number}" if number else "zeroshard")
+
+
+def _place(model: nn.Module, device: torch.device) -> None:
+    """Move a model to the device of this process, the only one."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
+    elif device.type != "cpu":  # where shard() builds it without a process group
+        raise ValueError(
+            f"a {type(model).__name__} on the meta device is built on {device} only with a process group: start one "
+            "process with torchrun --nproc-per-node 1, or build the model on the CPU"
+        )
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
