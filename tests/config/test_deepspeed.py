@@ -283,6 +283,11 @@ def test_auto_and_wrong_values_are_errors_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r'(?s)pass precision="bf16".*pass stage=….*Pass these options'):
         Config.from_deepspeed(auto)
     assert Config.from_deepspeed(auto, precision="bf16", stage=3) == Config(stage=3, precision="bf16")
+    both = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "hysteresis": 2}}
+    texts = {key.key: key.text for key in read_deepspeed(both).keys}
+    assert texts["fp16.enabled"] == "see bf16.enabled" and 'precision="fp16") says' in texts["fp16.hysteresis"]
+    with pytest.raises(ValueError, match=r"fp16\.hysteresis"):
+        Config.from_deepspeed(both, precision="fp16")
     for deepspeed, message in (
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
         ({"zero_optimization": {"stage": 5}}, "stage must be 0, 1, 2 or 3"),

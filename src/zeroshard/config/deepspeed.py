@@ -375,7 +375,10 @@ def _read_stage(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
 def _read_precision(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
     name = key.partition(".")[0]
     if key != reader.precision_key:
-        text = "it is off" if value is False else f"precision={reader.precision!r} comes first"
+        other = (
+            f"see {reader.precision_key}" if reader.precision == AUTO else f"precision={reader.precision!r} comes first"
+        )
+        text = "it is off" if value is False else other
         yield MigratedKey(key, value, NOT_NEEDED, text)
     elif value == AUTO:
         text = 'pass precision="bf16", "fp16" or "fp32": the Trainer takes it from its own arguments'
@@ -389,7 +392,8 @@ def _read_precision(reader: _Reader, key: str, value: Any) -> Iterator[MigratedK
 def _read_loss_scale(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
     name = key.partition(".")[2]
     if reader.precision != "fp16":
-        yield MigratedKey(key, value, NOT_NEEDED, "the loss scale is for fp16")
+        then = ': from_deepspeed(…, precision="fp16") says what it becomes' if reader.precision == AUTO else ""
+        yield MigratedKey(key, value, NOT_NEEDED, f"the loss scale is for fp16{then}")
         return
     is_static = _is_on(reader.config.get("fp16", {}).get("loss_scale", 0))
     if name in ("initial_scale_power", "loss_scale"):
