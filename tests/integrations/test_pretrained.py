@@ -275,6 +275,12 @@ def test_a_plan_counts_no_memory_for_weights_in_files(saved: dict[str, Path]) ->
     assert torch.equal(zeroshard.full_parameter(model, "lm_head.weight"), plain.lm_head.weight)
 
 
+def test_a_model_cannot_be_saved_before_it_is_read(saved: dict[str, Path], tmp_path: Path) -> None:
+    model = from_pretrained(transformers.AutoModelForCausalLM, saved["gpt2"])
+    with pytest.raises(RuntimeError, match=r"has no memory yet, .* load it with transformers' own from_pretrained"):
+        model.save_pretrained(tmp_path)
+
+
 def test_weights_cannot_be_changed_before_they_are_read(saved: dict[str, Path]) -> None:
     model = from_pretrained(transformers.AutoModelForCausalLM, saved["llama"])
     for change in (model.lm_head.weight.data.zero_, lambda: torch.nn.init.normal_(model.lm_head.weight)):

@@ -47,6 +47,7 @@ REARRANGED: dict[str, Callable[[Any], Any]] = {
     "cast": lambda t: t["half"].float(),
     "cast twice": lambda t: t["a"].to(torch.bfloat16).double(),
     "viewed": lambda t: t["a"].reshape(2, 2, 3, 2).transpose(0, 2).squeeze(),
+    "squeezed number": lambda t: t["number"].squeeze(0).squeeze(),
     "mixed": lambda t: torch.cat([t["a"], t["b"][:1]]).unsqueeze(0),
 }
 
@@ -106,6 +107,39 @@ def test_no_write_is_lost(name: str, tensors: dict[str, torch.Tensor], stored: d
     parameter.data = torch.ones(2)
     assert same is parameter and type(parameter) is torch.nn.Parameter and parameter.requires_grad
     assert torch.equal(parameter, torch.ones(2))
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "index": lambda t: t.select(0, 10),
+    "dimension": lambda t: t.select(2, 0),
+    "slice": lambda t: torch.cat([t, t], dim=2),
+    "unsqueezed": lambda t: t.unsqueeze(5),
+    "sizes": lambda t: torch.split(t, [1, 2]),
+    "permuted": lambda t: t.permute(0, 0),
+    "flat": lambda t: t.unsqueeze(0).t(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_raise_what_they_raise_of_a_tensor(
+    name: str, tensors: dict[str, torch.Tensor], stored: dict[str, StoredTensor]
+) -> None:
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        WRONG[name](tensors["a"])
+    with pytest.raises(expected.type):
+        WRONG[name](stored["a"])
+
+
+def test_values_are_read_for_out_numpy_and_lists(
+    tensors: dict[str, torch.Tensor], stored: dict[str, StoredTensor]
+) -> None:
+    result = torch.empty(8, 6)
+    torch.cat([stored["a"], stored["b"]], out=result)
+    assert torch.equal(result, torch.cat([tensors["a"], tensors["b"]]))
+    assert stored["a"].tolist() == tensors["a"].tolist() == stored["a"].numpy().tolist()
+    for use in (stored["a"].untyped_storage, stored["a"].storage, stored["a"].share_memory_):
+        with pytest.raises(RuntimeError, match=r"has no memory yet, .* call zeroshard.shard\(\) first"):
+            use()
 
 
 def test_a_file_with_a_wrong_header_is_rejected(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:

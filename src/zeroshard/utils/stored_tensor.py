@@ -227,7 +227,9 @@ class StoredTensor(torch.Tensor):
         """Rearrange, or read the values and compute with them."""
         kwargs = kwargs or {}
         rearrange = _REARRANGING.get(func.overloadpacket.__name__)
-        if rearrange is not None:
+        if rearrange is not None and "out" not in kwargs:
+            if rearrange not in (_same, _to_copy, _equal):
+                func(*tree_map_only(torch.Tensor, _to_meta, args), **kwargs)  # raises on wrong arguments
             result = rearrange(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -278,6 +280,24 @@ class StoredTensor(torch.Tensor):
                         part = part.narrow(dim, first - origin, common.sizes[dim])
                     common.cast(self.dtype).read(part)
             position += numel
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Read the values."""
+        return self.read().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Read the values."""
+        return self.read().tolist()
+
+    def untyped_storage(self) -> Any:
+        """Raise: there is no memory. safetensors asks for it to find tensors that share theirs."""
+        raise RuntimeError(
+            f"a parameter of shape {tuple(self.shape)} has no memory yet, its values are still in the files of "
+            "from_pretrained(): call zeroshard.shard() first, and save the model then with zeroshard.state_dict() or "
+            "trainer.save_model(). To save it as it is now, load it with transformers' own from_pretrained()"
+        )
+
+    storage = share_memory_ = untyped_storage
 
     def to_param(self) -> StoredTensor:
         """Return this tensor as a parameter."""
@@ -363,6 +383,10 @@ def _hold(values: torch.Tensor) -> StoredTensor:
     return StoredTensor(shape, (piece,) if values.numel() else (), values.dtype, values.device)
 
 
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 def _same(tensor: StoredTensor, *_: Any, **__: Any) -> StoredTensor:
     return StoredTensor(tensor.shape, tensor.pieces, tensor.dtype, tensor.device)
 
@@ -408,7 +432,7 @@ def _unsqueeze(tensor: StoredTensor, dim: int) -> StoredTensor:
 def _squeeze(tensor: StoredTensor, dims: Any = None) -> StoredTensor:
     dims = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     for dim in sorted((dim % max(tensor.dim(), 1) for dim in dims), reverse=True):
-        if tensor.shape[dim] == 1:
+        if tensor.dim() and tensor.shape[dim] == 1:
             shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
             pieces = [piece.squeeze(dim) for piece in tensor.pieces]
             tensor = StoredTensor(shape, pieces, tensor.dtype, tensor.device)
