@@ -377,7 +377,7 @@ class Edits(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.weight = how, Scale(torch.ones(5, 5))
+        self.how, self.weight = how, Scale(torch.arange(1.0, 26).view(5, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -385,10 +385,14 @@ class Edits(nn.Module):
                 self.weight.data.clamp_(max=0.5)
             elif self.how == "in place":
                 self.weight.clamp_(max=0.5)
+            elif self.how == "swapped rows":
+                self.weight.copy_(self.weight.flip(0))
+            elif self.how == "set to itself":
+                self.weight.set_(self.weight)
         return x @ self.weight
 
 
-@pytest.mark.parametrize("how", ["data", "in place"])
+@pytest.mark.parametrize("how", ["data", "in place", "swapped rows"])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}])
 def test_a_forward_that_changes_partitioned_weights_is_refused(how: str, options) -> None:
     def body(rank: int):
@@ -397,6 +401,19 @@ def test_a_forward_that_changes_partitioned_weights_is_refused(how: str, options
         model[1][0].how = how
         with pytest.raises(RuntimeError, match=r"'1\.0\.weight' were changed in place during a forward"):
             model(torch.ones(2, 5)).float().sum().backward()
+
+    run_threads(2, body)
+
+
+def test_a_forward_may_set_a_frozen_partitioned_weight_to_itself() -> None:
+    """As register_parametrization() does: the version counter grows, and the values stay."""
+
+    def body(rank: int):
+        model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), *[nn.Sequential(Edits("set to itself")) for _ in "ab"])
+        model[1:].requires_grad_(False)
+        model, _ = shard(model)
+        for _ in range(4):  # more than there are comparisons of values
+            model(torch.ones(2, 5)).sum().backward()
 
     run_threads(2, body)
 

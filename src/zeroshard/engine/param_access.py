@@ -42,6 +42,7 @@ from zeroshard.engine.parameter import (
 
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
 MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
+_CHECKSUM_COLUMNS = 256
 
 
 class ParamClasses:
@@ -97,6 +98,7 @@ class ParamAccess:
         self._versions: list[int] = []  # partitioned: the version counters when the all-gather started
         self._checksums: list[torch.Tensor] = []  # partitioned: of each flat when the all-gather was complete
         self._checksums_left = MAX_CHECKSUMS
+        self._rewritten: set[str] = set()  # partitioned: frozen parameters that a pass sets to themselves
 
     def add_param(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
         """Register a parameter of the unit, and the class it had."""
@@ -166,7 +168,9 @@ class ParamAccess:
     # -- edits of a partitioned unit's parameters while they are unsharded --------------------------------------
     #
     # Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first
-    # few times the values are compared as well: a forward that changes its weights does so every time.
+    # few times the values are compared as well: a forward that changes its weights does so every time. The
+    # counter of a frozen parameter may grow without a change: torch's register_parametrization(), which PEFT calls in
+    # each forward for its target_parameters, sets the parameter to itself.
 
     def record_versions(self) -> None:
         """Record the version counters when an all-gather starts."""
@@ -194,24 +198,29 @@ class ParamAccess:
             self._versions, self._checksums = [], []
         with torch._C.DisableTorchFunctionSubclass():
             versions = [classes.parameter._version for classes in self._param_classes]
+        changed: list[str] = []
         if versions != old_versions:
             names = [name for flat in self._flats for name in flat.names]
             changed = [n for n, old, new in zip(names, old_versions, versions, strict=True) if old != new]
-            return _lost_edit_error(changed[0])
+            trained = [name for flat in self._flats if flat.spec.is_trainable for name in flat.names]
+            if not (checksums or self._rewritten.issuperset(changed)) or not set(changed).isdisjoint(trained):
+                return _lost_edit_error(changed[0])
         if checksums:
             for flat, checksum in zip(self._flats, checksums, strict=True):
                 if not torch.equal(_checksum(flat.full), checksum):
-                    return _lost_edit_error(*flat.names)
+                    return _lost_edit_error(*(changed[:1] or flat.names))
+            self._rewritten.update(changed)
             self._checksums_left -= not keep_record
         return None
 
 
 @torch.no_grad()
 def _checksum(full: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits as integers: this allocates no memory."""
+    """Return sums of a tensor's bits as integers, by rows and by columns: elements that change places change them."""
     data = full.view(torch.uint8)
-    even = data.numel() // 8 * 8
-    return data[:even].view(torch.int64).sum() + data[even:].sum()
+    even = data.numel() // (8 * _CHECKSUM_COLUMNS) * 8 * _CHECKSUM_COLUMNS
+    table = data[:even].view(torch.int64).view(-1, _CHECKSUM_COLUMNS)
+    return torch.cat([table.sum(0).view(torch.uint8), table.sum(1).view(torch.uint8), data[even:]])
 
 
 def _lost_edit_error(name: str, *others: str) -> RuntimeError:
