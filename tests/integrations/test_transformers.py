@@ -341,14 +341,17 @@ def save_other_adapters(rank: int, folder: Path) -> None:
     import safetensors.torch
 
     prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    for config in (peft.LoraConfig(**ADAPTER, modules_to_save=["lm_head"]), prompts):
+    dora = {"target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["down_proj", "lm_head"]}
+    one = {"target_modules": ["q_proj"], "target_parameters": ["down_proj.weight"]}  # of fused experts, mostly
+    lora = [peft.LoraConfig(**{**ADAPTER, **more}) for more in ({"modules_to_save": ["lm_head"]}, dora, one)]
+    for number, config in enumerate([*lora, prompts]):
         saved = []
         for kind, extra in ((transformers.Trainer, {}), (zero_trainer(), {"zero": {"stage": 3}})):
             be_launched(rank, 2)
             torch.manual_seed(1)  # of the adapter
             model = peft.get_peft_model(llama(), config)
-            path = folder / type(config).__name__ / kind.__name__
-            trainer = kind(model, arguments(path, max_steps=2), train_dataset=Texts(24), **extra)
+            path = folder / str(number) / kind.__name__
+            trainer = kind(model, arguments(path, max_steps=3), train_dataset=Texts(24), **extra)
             trainer.train()
             trainer.save_model()
             dist.barrier()

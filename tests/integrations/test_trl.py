@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import run_processes
-from test_transformers import assert_same, be_launched, history, weights
+from test_transformers import ADAPTER, assert_same, be_launched, history, weights
 
 import zeroshard
 
@@ -59,7 +59,7 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-def make(method: str, folder: Path, lora: bool, zero: dict[str, Any] | None, **more: Any) -> Any:
+def make(method: str, folder: Path, lora: bool, zero: dict[str, Any] | None, adapter: Any = None, **more: Any) -> Any:
     import datasets
     import peft
     import trl
@@ -78,6 +78,9 @@ def make(method: str, folder: Path, lora: bool, zero: dict[str, Any] | None, **m
     if zero is not None:
         kind = type(f"Zero{method}Trainer", (ZeroTrainerMixin, kind), {})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    if adapter is not None:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, adapter)
     extra: dict[str, Any] = {"zero": zero} if zero is not None else {}
     if lora:
         extra["peft_config"] = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -134,6 +137,26 @@ def precompute(rank: int, folder: Path) -> None:
 def test_precomputes_the_reference_of_dpo(tmp_path: Path) -> None:
     save_inputs(tmp_path)
     run_processes(2, precompute, tmp_path, env={"HF_HUB_OFFLINE": "1"})
+
+
+def continue_adapter(rank: int, folder: Path) -> None:
+    """The reference is a frozen copy of the adapter: PEFT activates it for a while, and makes it trainable."""
+    import peft
+
+    found = []
+    for zero in (None, {"stage": 3}):
+        be_launched(rank, 2)
+        trainer = make("DPO", folder, False, zero, adapter=peft.LoraConfig(**ADAPTER))
+        assert set(trainer.model.peft_config) == {"default", "ref"}
+        trainer.train()
+        found.append((history(trainer, "loss", "grad_norm", "rewards/margins"), weights(trainer)))
+    assert_same(found[1], found[0], 1e-3)
+
+
+@pytest.mark.slow(seconds=4)
+def test_dpo_continues_the_adapter_of_a_model(tmp_path: Path) -> None:
+    save_inputs(tmp_path)
+    run_processes(2, continue_adapter, tmp_path, env={"HF_HUB_OFFLINE": "1"})
 
 
 def test_what_it_relies_on_in_trl_is_there() -> None:

@@ -57,7 +57,8 @@ class StateGuard:
         """Raise if a forward would compute with other values than the user expects; take over the user's edits."""
         self.check_valid(*self.invalid_states)
         self.check_states_reloaded()
-        _check_frozen(self.frozen_flats)
+        if torch.is_grad_enabled():  # PEFT's set_adapter() sets requires_grad also for an inference
+            _check_frozen(self.frozen_flats)
         self.sync_user_edits()
 
     def detect_forward_edits(self) -> None:
