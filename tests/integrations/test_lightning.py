@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard
 
@@ -26,19 +23,13 @@ from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
+from lightning_runs import STAGES, assert_close, be_rank, data, trainer, weights  # noqa: E402
 
 from zeroshard.integrations import lightning as integration  # noqa: E402
 from zeroshard.integrations.lightning import ZeroFabricStrategy, ZeroStrategy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 WIDTH = 8
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -134,41 +125,13 @@ class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def data(samples: int, batch: int, seed: int = 0) -> DataLoader[Any]:
-    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=batch)
-
-
-def be_rank(rank: int) -> None:
-    """Let Lightning find this process as torchrun would have started it."""
-    world = str(dist.get_world_size())
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
-    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": world}
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def trainer(strategy: Any, **options: Any) -> Any:
-    return pl.Trainer(**{**QUIET, "strategy": strategy, "devices": dist.get_world_size(), **options})
-
-
 def net(kind: str = "") -> Net:
     torch.manual_seed(0)
     return Net(kind)
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return zeroshard.state_dict(model, rank=None) if zeroshard.is_sharded(model) else dict(model.state_dict())
-
-
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
 # ------------------------------------------------------------------------------------------------------- the Trainer
 
-STAGES = [f"zeroshard_stage_{stage}" for stage in (0, 1, 3)]
 FIT: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
@@ -446,12 +409,6 @@ def fail(rank: int) -> list[str]:
             action()
         told.append(f"{type(error.value).__name__}: {error.value}")
 
-    class TwoOptimizers(Net):
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.blocks.parameters(), lr=0.1), torch.optim.SGD(self.out.parameters(), lr=0.1)]
-
-    two = TwoOptimizers("manual")
-    tell(lambda: trainer("zeroshard_stage_1", max_epochs=1).fit(two, data(8, 4)))
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="zeroshard_stage_3")
     fabric.launch()
     model = nn.Linear(2, 2)
@@ -462,8 +419,7 @@ def fail(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_done_says_so() -> None:
-    two, separate = run_processes(2, fail)[0]
-    assert "2 optimizers" in two
+    (separate,) = run_processes(2, fail)[0]
     assert "fabric.setup(model, optimizer)" in separate
     with pytest.raises(ValueError, match="give it to the Trainer"):
         ZeroStrategy(precision="bf16")

@@ -92,18 +92,14 @@ def _shard_options(zero: Mapping[str, Any], precision: str, has_optimizer: bool)
 def _shard(
     module: nn.Module, optimizers: list[Optimizer], device: torch.device, zero: Mapping[str, Any], precision: str
 ) -> list[Optimizer]:
-    """Shard a module in place, on the device; return its sharded optimizers."""
-    if len(optimizers) > 1:
-        raise ValueError(
-            f"{len(optimizers)} optimizers were given, and this strategy takes one for each model: put all parameters "
-            "into groups of one optimizer, or divide the model into several that are set up one by one (Fabric)"
-        )
+    """Shard a module in place, on the device; return its sharded optimizers, in the order given."""
     if device.type != "cpu" and "nccl" not in dist.get_backend_config():
         module.to(device)  # else shard() moves it there, one unit at a time
     options = _shard_options(zero, precision, bool(optimizers))
-    _, sharded = zeroshard.shard(module, *optimizers, **options)
+    are_several = len(optimizers) > 1  # a plan ("auto") takes a single one, in no list
+    _, sharded = zeroshard.shard(module, *([optimizers] if are_several else optimizers), **options)
     module.to(device)  # what is no parameter: the states of metrics
-    return [sharded] if optimizers else []
+    return list(sharded) if are_several else [sharded] if optimizers else []
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
@@ -129,6 +125,24 @@ class _MappedCheckpointIO(TorchCheckpointIO):
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return loaded
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+class _MappedCheckpoints:
+    """Reads checkpoints with :class:`_MappedCheckpointIO`, unless the user has given a plugin for them."""
+
+    _checkpoint_io: CheckpointIO | None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return what reads and writes checkpoint files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = _MappedCheckpointIO()
+        io: CheckpointIO = super().checkpoint_io  # type: ignore[misc]
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
 
 def _load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -190,7 +204,7 @@ class _MixedPrecision(_ClipShards, trainer_precision.MixedPrecision):
         self.scaler = None  # the sharded optimizer has the loss scale
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """Multiply the loss by the loss scale."""
+        """Multiply the loss by the loss scale, which all optimizers share."""
         for optimizer in module.trainer.strategy.optimizers[:1]:
             tensor = optimizer.scale(tensor) if isinstance(optimizer, zeroshard.ShardedOptimizer) else tensor
         return super().pre_backward(tensor, module)
@@ -244,7 +258,7 @@ def _check_callbacks(callbacks: list[Any]) -> None:
             )
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(_MappedCheckpoints, DDPStrategy):
     """Trains with ZeRO in Lightning's Trainer.
 
     ``Trainer(strategy="zeroshard_stage_3")`` and ``Trainer(strategy=ZeroStrategy(stage=3))`` are the same. ``options``
@@ -284,17 +298,6 @@ class ZeroStrategy(DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: trainer_precision.Precision | None) -> None:
         self._precision_plugin = _adapt_plugin(plugin, _TRAINER_PLUGINS, self.options)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Return what reads and writes checkpoint files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = _MappedCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -437,7 +440,7 @@ class _FabricMixedPrecision(fabric_precision.MixedPrecision):
     def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str) -> None:
         super().__init__(precision, device)
         self.scaler = None  # the sharded optimizer has the loss scale
-        self.optimizers: list[tuple[nn.Module, Any]] = []  # of all models that were set up, with their models
+        self.optimizers: list[tuple[nn.Module, Any]] = []  # one of every model that was set up, with its model
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward of the loss, multiplied by the loss scale."""
@@ -485,11 +488,11 @@ class _NoSync(_BackwardSyncControl):
         return zeroshard.no_sync(_unwrap_module(module)) if enabled else nullcontext()
 
 
-class ZeroFabricStrategy(FabricDDPStrategy):
+class ZeroFabricStrategy(_MappedCheckpoints, FabricDDPStrategy):
     """Trains with ZeRO in Lightning's Fabric.
 
-    ``Fabric(strategy="zeroshard_stage_3")`` and ``Fabric(strategy=ZeroFabricStrategy(stage=3))`` are the same. Models
-    and optimizers are set up together: ``model, optimizer = fabric.setup(model, optimizer)``; a model without an
+    ``Fabric(strategy="zeroshard_stage_3")`` and ``Fabric(strategy=ZeroFabricStrategy(stage=3))`` are the same. A model
+    and its optimizers are set up together: ``model, optimizer = fabric.setup(model, optimizer)``; a model without an
     optimizer is for evaluation. ``options`` and precision are as in :class:`ZeroStrategy`.
 
     >>> ZeroFabricStrategy(stage=1).options
@@ -516,17 +519,6 @@ class ZeroFabricStrategy(FabricDDPStrategy):
     @precision.setter
     def precision(self, plugin: fabric_precision.Precision | None) -> None:
         self._precision = _adapt_plugin(plugin, _FABRIC_PLUGINS, self.options)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Return what reads and writes checkpoint files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = _MappedCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     # -- setup ----------------------------------------------------------------------------------------------------
 
@@ -555,10 +547,10 @@ class ZeroFabricStrategy(FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Shard a module and its optimizer."""
+        """Shard a module and its optimizers."""
         sharded = _shard(module, optimizers, self.root_device, self.options, self.precision.precision)
         if isinstance(self.precision, _FabricMixedPrecision):
-            self.precision.optimizers += [(module, optimizer) for optimizer in sharded]
+            self.precision.optimizers.append((module, sharded[0]))  # all have the model's loss scale
         return _ForwardModule(module), sharded, scheduler
 
     # -- steps and checkpoints ------------------------------------------------------------------------------------
