@@ -489,10 +489,15 @@ def test_the_guide_runs(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "fabric.ckpt").keys() == {"model", "optimizer"}
 
 
-def test_callbacks_that_average_copies_and_own_scalers_are_rejected() -> None:
-    averaging = [callbacks.StochasticWeightAveraging(1e-2)]
-    with pytest.raises(ValueError, match=r"StochasticWeightAveraging copies the model.*zeroshard.EMA"):
-        integration._check_callbacks(averaging)
+def test_callbacks_that_change_parameters_and_own_scalers_are_rejected() -> None:
+    for callback, message in [
+        (callbacks.StochasticWeightAveraging(1e-2), r"StochasticWeightAveraging copies the model.*zeroshard.EMA"),
+        (callbacks.EMAWeightAveraging(), r"EMAWeightAveraging copies the model.*zeroshard.EMA"),
+        (callbacks.BackboneFinetuning(), r"BackboneFinetuning unfreezes parameters.*fit\(\) once for each phase"),
+        (callbacks.ModelPruning("l1_unstructured"), r"ModelPruning replaces parameters.*prune the plain model"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            integration._check_callbacks([callbacks.EarlyStopping("val"), callback])
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
     with pytest.raises(ValueError, match="a GradScaler of its own"):
         ZeroStrategy(stage=1).precision_plugin = plugin

@@ -41,7 +41,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.fabric.strategies.registry import _StrategyRegistry  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import _MockOptimizer  # noqa: E402
 from lightning.pytorch.plugins import precision as trainer_precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
@@ -249,12 +254,23 @@ def _adapt_plugin(plugin: Any, known: Mapping[type[Any], Callable[[Any], Any]], 
 
 
 def _check_callbacks(callbacks: list[Any]) -> None:
-    """Raise if a callback averages copies of the model: they would be of 16-bit or partitioned weights."""
+    """Raise if a callback copies, replaces or unfreezes parameters, which cannot be right while they are sharded."""
     for callback in callbacks:
+        name = type(callback).__name__
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"{type(callback).__name__} copies the model and would average weights that are partitioned, or "
-                "rounded to 16 bits: average the shards with zeroshard.EMA(model, decay), in a callback of your own"
+                f"{name} copies the model and would average weights that are partitioned, or rounded to 16 bits: "
+                "average the shards with zeroshard.EMA(model, decay), in a callback of your own"
+            )
+        if isinstance(callback, BackboneFinetuning):
+            raise ValueError(
+                f"{name} unfreezes parameters during fit(), and those that are frozen when fit() starts have no "
+                "gradients: set requires_grad before fit(), and call fit() once for each phase"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{name} replaces parameters of the model, which the optimizer would no longer update: prune the plain "
+                "model, before fit() or after zeroshard.unwrap(model)"
             )
 
 
@@ -330,6 +346,8 @@ class ZeroStrategy(_MappedCheckpoints, DDPStrategy):
             self.setup_optimizers(trainer)
         own = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)]
         sharded = _shard(module, own, self.root_device, self.options, self.precision_plugin.precision)
+        for optimizer in sharded:
+            vars(optimizer)["optimizer"] = own.pop(0)  # where LearningRateMonitor looks for the one of the schedulers
         self.optimizers = sharded or self.optimizers
         self.setup_precision_plugin()
 
