@@ -418,6 +418,36 @@ def test_a_forward_may_set_a_frozen_partitioned_weight_to_itself() -> None:
     run_threads(2, body)
 
 
+class Momentum(nn.Module):
+    """Averages the weights of one block in those of another, in forward, as momentum contrast does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.query, self.key = how, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.how == "read":
+                self.key.weight.data = self.key.weight.data * 0.9 + self.query.weight.data * 0.1
+            elif self.how == "write":
+                self.key.weight.data = torch.ones(4, 4)
+        return self.query(x) + self.key(x)
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_that_replaces_data_is_refused(stage: int, how: str) -> None:
+    def body(rank: int):
+        model, optimizer = shard(Momentum(""), stage, units=("query", "key"))
+        with pytest.raises(RuntimeError, match=r"the data of 'key\.weight' was replaced after zeroshard"):
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                model.how = how
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_is_an_instance_of_its_own_class_at_all_times(stage: int) -> None:
     def body(rank: int):

@@ -8,7 +8,8 @@ It does not count changes through ``parameter.data`` (``p.data.clamp_(…)``): r
 data parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is different: the parameter is no
 longer a view of the flat, and neither the optimizer nor an all-gather would see it again, so it raises.
 
-Partitioned parameters are a copy that is gathered for a pass: an edit would be lost, so it raises.
+Partitioned parameters are a copy that is gathered for a pass: an edit would be lost, so it raises, and so does
+``parameter.data = …``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.param_data import data_ptrs, param_versions
+from zeroshard.engine.param_data import data_ptrs, local_data, param_versions
 from zeroshard.engine.parameter import (
     GatheredDTensor,
     GatheredParameter,
@@ -40,6 +41,7 @@ from zeroshard.engine.parameter import (
     param_info,
 )
 
+DATA_PTR = torch.Tensor.data_ptr
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
 MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
 _CHECKSUM_COLUMNS = 256
@@ -167,10 +169,11 @@ class ParamAccess:
 
     # -- edits of a partitioned unit's parameters while they are unsharded --------------------------------------
     #
-    # Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first
-    # few times the values are compared as well: a forward that changes its weights does so every time. The
-    # counter of a frozen parameter may grow without a change: torch's register_parametrization(), which PEFT calls in
-    # each forward for its target_parameters, sets the parameter to itself.
+    # Addresses show that ``parameter.data`` was replaced, and version counters show all other changes except those
+    # through ``parameter.data``, at 0.1 µs per parameter each. So the first few times the values are compared as well:
+    # a forward that changes its weights does so every time. The counter of a frozen parameter may grow without a
+    # change: torch's register_parametrization(), which PEFT calls in each forward for its target_parameters, sets the
+    # parameter to itself.
 
     def record_versions(self) -> None:
         """Record the version counters when an all-gather starts."""
@@ -198,6 +201,11 @@ class ParamAccess:
             self._versions, self._checksums = [], []
         with torch._C.DisableTorchFunctionSubclass():
             versions = [classes.parameter._version for classes in self._param_classes]
+            for flat in self._flats:
+                values = map(local_data, flat.parameters) if flat.has_dtensors else flat.parameters
+                found, expected = list(map(DATA_PTR, values)), list(map(DATA_PTR, flat.views))
+                if found != expected:
+                    return _data_replaced_error(flat.names, expected, found)
         changed: list[str] = []
         if versions != old_versions:
             names = [name for flat in self._flats for name in flat.names]
@@ -285,7 +293,7 @@ class ReplicatedEditDetector:
                 self._known_data_ptrs[flat] = [view.data_ptr() for view in flat.views]
             addresses = data_ptrs(flat.parameters, flat.has_dtensors)
             if addresses != self._known_data_ptrs[flat]:
-                _raise_data_replaced(flat.names, self._known_data_ptrs[flat], addresses)
+                raise _data_replaced_error(flat.names, self._known_data_ptrs[flat], addresses)
             is_edited = is_edited or (
                 flat.master is not None and param_versions(flat.parameters) != self._known_versions.get(flat)
             )
@@ -298,9 +306,9 @@ class ReplicatedEditDetector:
         return was_read or self._has_forward_edits
 
 
-def _raise_data_replaced(names: Sequence[str], known: list[int], addresses: list[int]) -> None:
+def _data_replaced_error(names: Sequence[str], known: list[int], addresses: list[int]) -> RuntimeError:
     name = next(name for name, old, new in zip(names, known, addresses, strict=True) if old != new)
-    raise RuntimeError(
+    return RuntimeError(
         f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
         "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
         "Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "

@@ -184,7 +184,7 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
         error = self.access.find_edit() if self.gathered_block is None else None
         self.access.guard()
-        moved = False
+        moved = error is not None  # a parameter's data may have been replaced
         for flat in self.flats:
             moved |= flat.free(self.has_returned_views)
         self.has_returned_views = False
