@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
+from zeroshard.integrations.lightning import ZeroStrategy
 
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
 pytestmark = pytest.mark.slow
@@ -175,15 +176,15 @@ def learn_from_a_teacher(strategy: str, folder: Path) -> dict[str, Any]:
 class MovingTeacher(Distilled):
     """The teacher is an average of the student."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.1) -> None:
         super().__init__()
-        self.net = blocks()
+        self.net, self.rate = blocks(), rate
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def on_train_batch_end(self, *_: Any) -> None:
         with zeroshard.gathered(self, write_rank=0) if zeroshard.is_sharded(self) else torch.no_grad():
             for average, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                average.data.lerp_(parameter.data, 0.1)
+                average.data.lerp_(parameter.data.to(average.dtype), self.rate)
 
 
 def move_the_teacher(strategy: str, folder: Path) -> dict[str, Any]:
@@ -231,3 +232,25 @@ def test_a_habit_has_the_numbers_of_ddp(habit: Callable[..., Any], tmp_path: Pat
     for plain, *others in run_processes(2, run_habit, HABITS.index(habit), str(tmp_path)):
         for found in others:
             assert_close(found, plain)
+
+
+def move_slowly(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Return how far the teacher has moved, in fp32 with DDP and with ``keep_fp32``, and in 16 bits."""
+    be_rank(rank)
+    found = []
+    kept = [ZeroStrategy(stage=stage, keep_fp32=("teacher*",)) for stage in (1, 3)]
+    for strategy in ["ddp", *kept, "zeroshard_stage_3"]:
+        model, run = net(MovingTeacher, rate=1e-3), trainer(strategy, max_epochs=2, precision="bf16-mixed")
+        first = {name: value.clone() for name, value in model.teacher.state_dict().items()}
+        run.fit(model, data(32, 4))
+        last = weights(model)
+        found.append({name: last[f"teacher.{name}"] - value for name, value in first.items()})
+    return found
+
+
+def test_a_teacher_in_fp32_moves_as_with_ddp() -> None:
+    plain, *kept, rounded = run_processes(2, move_slowly)[0]
+    for name, moved in plain.items():
+        for found in kept:
+            assert float((found[name] - moved).norm() / moved.norm()) < 0.2
+    assert any(float((rounded[name] - moved).norm() / moved.norm()) > 0.5 for name, moved in plain.items())

@@ -426,7 +426,13 @@ class ZeroStrategy(_MappedCheckpoints, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states of a checkpoint, and the loss scale."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the states of {len(states)} optimizers, and configure_optimizers() has made "
+                f"{len(self.optimizers)}: make the same ones in the same order, or load the weights only"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
             scaler = checkpoint.get(_SCALER_KEY)
             if scaler and isinstance(optimizer, zeroshard.ShardedOptimizer):
