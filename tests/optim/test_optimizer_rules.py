@@ -13,7 +13,7 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.optim import elementwise_check
+from zeroshard.optim.elementwise_check import rule_checker
 
 BASE = make_net(blocks=1)
 DATA = batches(4)
@@ -169,7 +169,7 @@ def test_a_rule_that_changes_after_shard_is_tried_again() -> None:
         train_steps(model, optimizer, DATA[:1])
         group = optimizer.param_groups[0]
         with pytest.MonkeyPatch.context() as patch:  # what a scheduler or the rule itself changes is not tried
-            patch.setattr(elementwise_check, "find_whole_param_groups", None)
+            patch.setattr(rule_checker, "find_whole_param_groups", None)
             for lr in (0.0, 0.03, 0.1):
                 group["lr"] = group["initial_lr"] = lr
                 train_steps(model, optimizer, DATA[1:2])

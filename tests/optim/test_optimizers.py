@@ -441,7 +441,7 @@ def test_a_group_that_is_added_later_is_tried_too() -> None:
 
 
 def test_torchs_own_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.optim.elementwise_check._run_trials", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("zeroshard.optim.elementwise_check.classification._run_trials", lambda *_: pytest.fail("tried"))
     model = copy.deepcopy(MODEL)
     zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
 
