@@ -13,6 +13,7 @@ from live import live_bytes
 from one_pass import in_one_pass
 from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_steps
 from ranks import run_processes, run_threads
+from rules import Rule
 from torch import nn
 
 import zeroshard
@@ -337,20 +338,13 @@ def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
     run_threads(1, body)
 
 
-class Remembering(torch.optim.Optimizer):
+class Remembering(Rule):
     """Also uses the gradient before, and keeps no copy of it."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    before = self.state[parameter].get("before")
-                    parameter.sub_(group["lr"] * (parameter.grad if before is None else parameter.grad + 0.5 * before))
-                    self.state[parameter]["before"] = parameter.grad
+    def update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        before = self.state[p].get("before")
+        self.state[p]["before"] = grad
+        return grad if before is None else grad + 0.5 * before
 
 
 @pytest.mark.slow

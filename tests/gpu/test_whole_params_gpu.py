@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from plain import Lamb, assert_close
+from plain import assert_close
 from ranks import run_nccl, run_processes
+from rules import Lamb
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

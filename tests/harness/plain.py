@@ -49,28 +49,6 @@ class Net(nn.Module):
         return self.head(x) * self.temperature + self.nothing.sum()
 
 
-class Lamb(torch.optim.Optimizer):
-    """Adam's direction at the norm of the parameter; its states are tensors, numbers and a list."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p), norms=[])
-                state["step"] += 1
-                state["norms"] = [*state["norms"][-1:], p.norm() * torch.ones(2, device=p.device)]
-                m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.02)
-                update = m / (v.sqrt() + 1e-2) + 0.01 * p
-                p.sub_(update * (group["lr"] * (p.norm() + 0.1) / (update.norm() + 0.1)))
-
-
 def make_net(seed: int = 0, **sizes: int) -> Net:
     """Build a net from a seed, without changing the state of the global generator."""
     with seeded(seed):  # ranks are threads, and share the generator

@@ -10,6 +10,7 @@ import pytest
 import torch
 from plain import assert_equal, assert_same_training, batches, full_parameters, make_net, net_loss, train_steps
 from ranks import run_threads
+from rules import Rule
 from torch import nn
 
 import zeroshard
@@ -17,23 +18,6 @@ from zeroshard.optim.elementwise_check import rule_checker
 
 BASE = make_net(blocks=1)
 DATA = batches(4)
-
-
-class Rule(torch.optim.Optimizer):
-    """Steps each parameter that has a gradient by ``update()``."""
-
-    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    def update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.update(group, p, p.grad))
 
 
 # x gradients as states

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import pytorch_optimizer as po
 import torch
-from plain import Lamb, full_parameters
+from plain import full_parameters
 from ranks import run_threads, seeded
+from rules import Lamb, ScriptMuon
 from torch import nn
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
@@ -68,37 +69,6 @@ BATCHES = [[make_batch(WORLD * step + rank) for rank in range(WORLD)] for step i
 
 
 # ----------------------------------------------------------------------------------------------- copied into a script
-
-
-class ScriptMuon(torch.optim.Optimizer):
-    """Muon as in many training scripts: matrices are orthogonalized, everything else is updated by Adam."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, first=torch.zeros_like(p))
-                    if p.ndim != 2:
-                        state["second"] = torch.zeros_like(p)
-                state["step"] += 1
-                state["first"].lerp_(p.grad, 0.1)
-                if p.ndim != 2:
-                    state["second"].lerp_(p.grad.square(), 0.05)
-                    p.addcdiv_(state["first"], state["second"].sqrt() + 1e-8, value=-0.1 * group["lr"])
-                    continue
-                update = p.grad.lerp(state["first"], 0.95)
-                update = update / (update.norm() + 1e-7)
-                for _ in range(5):
-                    gram = update @ update.T
-                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
-                p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
 
 
 class ClipsGlobally(torch.optim.SGD):

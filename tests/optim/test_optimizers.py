@@ -11,6 +11,7 @@ import pytest
 import torch
 from plain import assert_close, full_parameters
 from ranks import RanksFailed, run_threads, seeded
+from rules import Rule
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -27,25 +28,20 @@ MODEL = make_model()
 DATA = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Own(torch.optim.Optimizer):
+class Own(Rule):
     """SGD with momentum, to be made worse by subclasses."""
 
     def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, "momentum": 0.5, **options})
+        super().__init__(params, lr, momentum=0.5, **options)
 
     def change(self, group: dict[str, Any], p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         return momentum
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    momentum = state.setdefault("momentum", torch.zeros_like(p))
-                    momentum.mul_(group["momentum"]).add_(p.grad)
-                    state["step"] = state.get("step", 0) + 1
-                    p.sub_(group["lr"] * self.change(group, p, momentum))
+    def update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(group["momentum"]).add_(grad)
+        state["step"] = state.get("step", 0) + 1
+        return self.change(group, p, momentum)
 
 
 class TrustRatio(Own):

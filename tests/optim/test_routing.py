@@ -8,29 +8,24 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_threads
+from rules import Rule
 from torch import nn
 
 import zeroshard
 from zeroshard.memory import Routing
 
 
-class MuonOrSGD(torch.optim.Optimizer):
+class MuonOrSGD(Rule):
     """The rule of a matrix in some groups, and of an element in the others, as scripts with Muon have it."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.1, "use_muon": False})
+        super().__init__(groups, lr=0.1, use_muon=False)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, update = self.state[parameter], parameter.grad
-                if group["use_muon"]:
-                    momentum = state.setdefault("momentum", torch.zeros_like(update))
-                    update = momentum.lerp_(update, 0.1) / momentum.norm().clamp(min=1e-7)
-                parameter.add_(update, alpha=-group["lr"])
+    def update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if not group["use_muon"]:
+            return grad
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(grad))
+        return momentum.lerp_(grad, 0.1) / momentum.norm().clamp(min=1e-7)
 
 
 def net() -> nn.Module:

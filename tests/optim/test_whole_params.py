@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from plain import (
-    Lamb,
     Skips,
     assert_close,
     assert_equal,
@@ -24,32 +23,12 @@ from plain import (
     train_steps,
 )
 from ranks import run_processes, run_threads, seeded
+from rules import Blend, Lamb
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
-
-
-class Blend(torch.optim.Optimizer):
-    """Orthogonalizes matrices in groups with ``ortho``, in the dtype of the parameter; momentum for all others."""
-
-    def __init__(self, groups: Any, lr: float = 0.03) -> None:
-        super().__init__(groups, {"lr": lr, "ortho": False})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                update = momentum
-                if group["ortho"]:
-                    update = momentum / (momentum.norm() + 0.1)
-                    for _ in range(3):
-                        update = 1.5 * update - 0.5 * update @ update.T @ update
-                p.sub_(update * group["lr"])
 
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_threads
+from rules import Rule
 from torch import nn
 
 import zeroshard
@@ -119,19 +120,12 @@ def test_stage_auto_plans_with_whole_parameters() -> None:
         assert "whole: 12 parameters, 36,864 elements" in routing
 
 
-class Normalized(torch.optim.Optimizer):
+class Normalized(Rule):
     """A rule that needs whole parameters, in every group."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    total = self.state[parameter].setdefault("total", torch.zeros_like(parameter)).add_(parameter.grad)
-                    parameter.sub_(total / total.norm().clamp(min=1e-7), alpha=group["lr"])
+    def update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(grad)
+        return total / total.norm().clamp(min=1e-7)
 
 
 def test_owners_of_several_groups_are_those_of_the_engine() -> None:
