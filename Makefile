@@ -1,5 +1,6 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
-# make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all: all
+# make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all:
+#              all, in less time than the one after the other
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
 # make evidence  measure what docs/evidence.md shows, on a GPU, in about half an hour, and write the page
 # make lint    run ruff and mypy
@@ -12,10 +13,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+PIP_ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# More workers than cores: slow tests wait for processes and timeouts. Files stay together, for their fixtures.
+SLOW_ARGS := -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-slow test-gpu test-all evidence lint docs wheel dev clean
 
@@ -25,15 +29,14 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-# More workers than cores: these tests wait for processes and timeouts. Files stay together, for their fixtures.
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow $(SLOW_ARGS)
 
 test-gpu: $(VENV)/.test  # on a machine with a GPU; several NCCL ranks share it if there are not enough
 	$(BIN)/python -m pytest tests/gpu -q
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SLOW_ARGS)
 
 evidence: $(VENV)/.test
 	$(BIN)/python -m benchmarks evidence $(ARGS)

@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     (With `--no-loadscope-reorder`. Started last, such a file would still run when all others are done.)
     """
-    seconds: Counter[Path] = Counter()
+    seconds: dict[Path, float] = defaultdict(float)
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
-        if (slow := item.get_closest_marker("slow")) is not None:
-            seconds[item.path] += slow.kwargs.get("seconds", 1)
+        slow = item.get_closest_marker("slow")
+        seconds[item.path] += 0.1 if slow is None else slow.kwargs.get("seconds", 1)
     items.sort(key=lambda item: -seconds[item.path])
 
 
