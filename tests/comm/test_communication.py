@@ -75,7 +75,7 @@ def measure_wire(rank: int, axes: dict[str, int], stage: int, is_muon: bool = Fa
     model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, precision="bf16", bucket_size=2**16)
     if "tensor" in axes:
         zeroshard.checkpoint_activations(model, partition=True)
-    tokens = torch.arange(8).view(1, -1)
+    tokens = torch.arange(2).view(1, -1)
     for _ in range(3):
         dist.barrier()
         before = received_bytes()

@@ -27,6 +27,8 @@ from torch import nn
 
 import zeroshard
 
+pytestmark = pytest.mark.usefixtures("tried_once")
+
 
 class Lion(torch.optim.Optimizer):
     """A third party's elementwise optimizer, written against torch's documented base class and nothing else."""

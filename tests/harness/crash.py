@@ -44,7 +44,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 import zeroshard
 
 DISK_CALLS = ("mkdir", "fsync", "replace", "unlink", "rmdir")  # of os; and open for writing
-AT_ONCE = 3  # runs: those that wait for each other leave the cores to others
+AT_ONCE = 6  # runs: those that wait for each other leave the cores to others
 NUMEL = 3000  # elements of a model
 BIG = 100 * NUMEL  # whose checkpoint has 3 MB
 TIMEOUT = 20.0  # seconds a rank waits for another: never in vain, but for those that are killed or stay away
