@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -162,14 +162,13 @@ class TrialRun:
         If ``has_unused``, some tensors have no gradient in one of the steps.
         """
         device, spec = self.trial.device, self.trial.spec
-        gradients = self.trial.gradients  # made here: the guard rejects random numbers
+        gradients = self.trial.gradients
         default_device = device if torch.get_default_device() != device else nullcontext()
         self.has_unused = has_unused
         # The guard takes as long as all else. What a rank has is part of what it has seen in the run on full tensors.
         guard = SideEffectGuard() if self._is_full else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), default_device, guard:
-            if callable(getattr(self.inner, "train", None)):
-                self.inner.train()
+        with torch.no_grad(), default_device:
+            self._call("train", guard)
             before: dict[Any, float] = {}
             for step in range(len(spec.grad_scales) + len(spec.grad_scales_after_jump)):
                 if step == len(spec.grad_scales) - 2:
@@ -177,13 +176,23 @@ class TrialRun:
                 if jump and step >= len(spec.grad_scales) and (step - len(spec.grad_scales)) % 3 == 0:
                     self._advance_counters(before, JUMPS_TO_STEP[(step - len(spec.grad_scales)) // 3])
                 self._set_gradients([values[step] for values in gradients], has_unused and step == 2)
-                type(self.inner).step(self.inner)
+                with guard:
+                    type(self.inner).step(self.inner)
                 self._record_values()
-            if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers swap parameter values here
-                self.inner.eval()
+            if self._call("eval", guard):  # schedule-free optimizers swap parameter values here
                 self._record_values()
-                self.inner.train()
+                with guard:
+                    self.inner.train()
                 self._record_values()
+
+    def _call(self, name: str, guard: AbstractContextManager[Any]) -> bool:
+        """Call a method that not every optimizer has; return whether it has it."""
+        method = getattr(self.inner, name, None)
+        if not callable(method):
+            return False
+        with guard:
+            method()
+        return True
 
     def _set_gradients(self, gradients: list[torch.Tensor], has_unused: bool) -> None:
         unused_starts = {span.start for span in self.trial.spec.tensors[1::UNUSED_PERIOD]}
