@@ -56,8 +56,8 @@ def test_the_wheel_is_complete_and_runs_without_the_repository(tmp_path: Path) -
     assert Path(where.strip()).is_relative_to(site)
     command = home / "bin" / "zeroshard"
     assert "zeroshard 0." in run(command, "--version", cwd=tmp_path)
-    small = ("--layers", "1", "--width", "32", "--heads", "2", "--sequence", "16", "--vocabulary", "300")
-    run(command, "train", "--plain", "--steps", "2", "--device", "cpu", "--sample-tokens", "4", *small, cwd=tmp_path)
+    small = "--layers 1 --width 32 --heads 2 --sequence 16 --vocabulary 300 --sample-tokens 4 --device cpu --ranks 1"
+    run(command, "train", "--plain", "--steps", "2", *small.split(), cwd=tmp_path)
     assert (tmp_path / "runs").is_dir() and next((tmp_path / "runs").glob("*/report.html")).stat().st_size > 1e5
     page = tmp_path / "plan.html"
     assert "stage" in run(command, "plan", "tiny", "--devices", "8", "--machine", "a100", "--html", page, cwd=tmp_path)
