@@ -63,7 +63,8 @@ GRACE = 2.0  # seconds for the other ranks to end by themselves after one has fa
 LOOPBACK = "127.0.0.1"
 # Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
 # imports, takes 1.5 seconds; the modules of many bodies import the others.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer"]
+PRELOADED += ["transformers.trainer"]  # and with it Accelerate, PEFT and the classes that all models share
 
 
 class RanksFailed(RuntimeError):
