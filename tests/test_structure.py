@@ -32,8 +32,8 @@ FUNCTIONS = {
     "no_sync": "model",
     "offload_states": "model",
     "plan": "model inputs=None devices machine='h100' memory=None batch=None micro_batch=None sequence=None loss=None "
-    "stage=(0, 1, 2, 3) tensor=None checkpoint=('none', 'recompute', 'host') offload='every' optimizer='adamw' "
-    "optimizer_states=2 one_pass=True scratch=0.0 clip=True replicas=1 options",
+    "stage=(0, 1, 2, 3) partition=None tensor=None checkpoint=('none', 'recompute', 'host') offload='every' "
+    "optimizer='adamw' optimizer_states=2 one_pass=True scratch=0.0 clip=True replicas=None options",
     "profile": "model trace=None",
     "register_forward_method": "module name",
     "reload_states": "model",
@@ -47,8 +47,9 @@ FUNCTIONS = {
     "unwrap": "model optimizer=None",
 }
 FIELDS = {
-    "Config": "stage=3 precision=None reduce_dtype=None keep_fp32=() cast_inputs=True cast_on_gather=True units=None "
-    "bucket_size=134217728 ring=2 backwards=None prefetch=True broadcast_buffers=True defragment=True offload=None "
+    "Config": "stage=3 partition='hybrid' precision=None reduce_dtype=None keep_fp32=() cast_inputs=True "
+    "cast_on_gather=True units=None bucket_size=134217728 ring=2 backwards=None prefetch=True "
+    "broadcast_buffers=True defragment=True offload=None "
     "elementwise=None init_fn=None timeout=None heartbeat_timeout=8.0 loss_scale=65536.0",
     "Loaded": "path extra rank_extra missing unexpected",
     "Offload": "optimizer='device' gradients=None parameters='device' host_bytes=None disk_bytes=None directory=None "

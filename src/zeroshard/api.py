@@ -27,6 +27,7 @@ from zeroshard.comm import (
     Traffic,
     mesh_axes,
     open_consistency_checker,
+    product_axis,
     tensor_axis_name,
 )
 from zeroshard.config.config import Config
@@ -138,13 +139,28 @@ def shard_model(
     if chosen.apply_checkpointing is not None:
         chosen.apply_checkpointing(model)
     casts_master = config.needs_cast_on_gather and bool(optimizer_of)
-    placement = Placement.from_stage(config.stage, shard_size, config.offload, replicas, casts_master)
+    shard_axis = axes[-1]
+    if mesh is not None and replicas > 1 and config.partition != "hybrid":
+        if config.partition == "hierarchical" and config.stage == 3 and shard_size == 1:
+            raise ValueError(
+                "partition='hierarchical' partitions parameters over the inner axis of the mesh, which has one rank: "
+                "use stage=2, or partition='full'"
+            )
+        shard_axis = product_axis(mesh, *axes)
+    placement = Placement.from_stage(
+        config.stage,
+        shard_axis.size,
+        config.offload,
+        shard_size * replicas // shard_axis.size,
+        casts_master,
+        keeps_inner_shards=shard_axis.factors is not None and config.partition == "hierarchical",
+    )
     tracker = MemoryTracker()
     context = ShardContext(
         config,
         placement,
         Precision(model, config),
-        Communicator(axes, device, placement.optimizer, consistency, tensor_axis),
+        Communicator(axes, device, shard_axis if placement.optimizer else None, consistency, tensor_axis),
         CollectiveOrder(consistency),
         tracker,
         Pool(device),

@@ -66,14 +66,17 @@ def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: in
             assert (traffic.count, traffic.bytes) == (len(sizes_of(events, kind)), sum(sizes_of(events, kind)))
 
 
-def measure_wire(rank: int, axes: dict[str, int], stage: int, is_muon: bool = False) -> tuple[float, int]:
+def measure_wire(
+    rank: int, axes: dict[str, int], stage: int, is_muon: bool = False, partition: str = "hybrid"
+) -> tuple[float, int]:
     """Return the bytes that a step's report promises this rank receives, and those that its sockets have received."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = GPT(replace(CONFIG, layers=2) if is_muon else CONFIG)  # Muon's products in bf16 are slow on a CPU
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     if is_muon:
         optimizer = make_optimizer(model, StepOptions(optimizer="muon"))
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, precision="bf16", bucket_size=2**16)
+    options = {"stage": stage, "partition": partition, "precision": "bf16", "bucket_size": 2**16}
+    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
     if "tensor" in axes:
         zeroshard.checkpoint_activations(model, partition=True)
     tokens = torch.arange(2).view(1, -1)
@@ -98,17 +101,20 @@ def measure_wire(rank: int, axes: dict[str, int], stage: int, is_muon: bool = Fa
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
 @pytest.mark.parametrize(
-    ("axes", "stage"),
+    ("axes", "stage", "partition"),
     [
-        ({"shard": 2}, 1),
-        ({"shard": 3}, 2),
-        ({"shard": 4}, 3),
-        ({"replicate": 2, "shard": 2}, 3),
-        ({"shard": 2, "tensor": 2}, 2),
+        ({"shard": 2}, 1, "hybrid"),
+        ({"shard": 3}, 2, "hybrid"),
+        ({"shard": 4}, 3, "hybrid"),
+        ({"replicate": 2, "shard": 2}, 3, "hybrid"),
+        ({"replicate": 2, "shard": 2}, 3, "hierarchical"),
+        ({"replicate": 2, "shard": 2}, 2, "full"),
+        ({"shard": 2, "tensor": 2}, 2, "hybrid"),
     ],
 )
-def test_the_wire_moves_the_bytes_of_the_report(axes: dict[str, int], stage: int) -> None:
-    for promised, received in run_processes(math.prod(axes.values()), measure_wire, axes, stage):
+def test_the_wire_moves_the_bytes_of_the_report(axes: dict[str, int], stage: int, partition: str) -> None:
+    ranks = math.prod(axes.values())
+    for promised, received in run_processes(ranks, measure_wire, axes, stage, False, partition):
         assert received == pytest.approx(promised, rel=0.03, abs=2**14)  # headers, heartbeats
 
 
@@ -149,7 +155,7 @@ def sum_with_delays(rank: int, world: int, dtype: torch.dtype) -> None:
     for other in inputs[1:]:
         expected += other
     axis, checker = MeshAxis.from_group(dist.group.WORLD), ConsistencyChecker(None, 0, [0], timeout=60.0)
-    comm = Communicator([axis], torch.device("cpu"), True, checker)
+    comm = Communicator([axis], torch.device("cpu"), axis, checker)
     for position in (rank, world - rank):
         time.sleep(0.02 * position)
         packed, shard = inputs[rank].clone(), torch.empty(64, dtype=dtype)

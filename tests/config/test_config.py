@@ -33,7 +33,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_right_one(name: str, mean
 
 
 def test_an_option_like_no_other_is_refused_with_all_names() -> None:
-    with pytest.raises(TypeError, match="unknown option 'xyzzy': the options are stage, precision, reduce_dtype"):
+    with pytest.raises(TypeError, match="unknown option 'xyzzy': the options are stage, partition, precision"):
         Config(xyzzy=1)
 
 

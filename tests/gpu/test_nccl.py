@@ -267,6 +267,13 @@ def test_meshes_and_partitioned_activations_equal_ddp(stage: int, mesh: str, che
     compare(4, Case(options={"stage": stage}, mesh=MESHES[mesh], checkpointed=checkpointed, clip=0.5))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "partition"), [(1, "full"), (2, "full"), (3, "full"), (3, "hierarchical")])
+def test_partitions_over_both_axes_of_a_mesh_equal_ddp(stage: int, partition: str, precision: str) -> None:
+    options = {"stage": stage, "partition": partition, "precision": precision}
+    compare(4, Case(options=options, mesh=MESHES["hybrid"], clip=0.5), 2e-5 if precision == "fp32" else 2e-2)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -9,7 +9,7 @@ from zeroshard.comm.collectives import (
 )
 from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError, open_consistency_checker
 from zeroshard.comm.counters import Traffic, WaitTimer
-from zeroshard.comm.mesh import MeshAxis, find_or_create_group, mesh_axes, tensor_axis_name
+from zeroshard.comm.mesh import MeshAxis, find_or_create_group, mesh_axes, product_axis, tensor_axis_name
 
 __all__ = [
     "CollectiveOrder",
@@ -25,5 +25,6 @@ __all__ = [
     "find_or_create_group",
     "mesh_axes",
     "open_consistency_checker",
+    "product_axis",
     "tensor_axis_name",
 ]

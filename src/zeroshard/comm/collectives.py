@@ -24,6 +24,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -85,32 +86,37 @@ class Communicator:
         self,
         axes: list[MeshAxis],
         device: torch.device,
-        partitioned: bool,
+        shard_axis: MeshAxis | None,
         consistency: ConsistencyChecker,
         tensor_axis: MeshAxis | None = None,
     ) -> None:
-        inner = axes[-1]
-        self.shard_axis = inner if partitioned else MeshAxis(None, 1, 0)
+        """``axes``: all data-parallel ones. ``shard_axis``: one of them, or their product; None: nothing is sharded."""
+        self.shard_axis = shard_axis or MeshAxis(None, 1, 0)
         self.tensor_axis = tensor_axis or MeshAxis(None, 1, 0)
         self.data_parallel_size = math.prod(axis.size for axis in axes)  # ranks that gradients are averaged over
         self.device = device
         self.consistency = consistency
         self.counters = CollectiveCounters()
-        backend = group_backend(inner.group, device)
-        self._is_host_blocking = backend == "gloo"
+        backend = group_backend(axes[-1].group, device)
+        self._is_host_blocking, self._is_nccl = backend == "gloo", backend == "nccl"
         # NCCL divides each rank's gradient when it reads it, as DDP does, and no kernel has to divide the sum. That is
         # less exact in 16 bits, unless the number of ranks is a power of two; in fp16, small gradients would be lost.
         is_power_of_two = self.data_parallel_size & (self.data_parallel_size - 1) == 0
         averaged = (torch.float32, torch.bfloat16) if is_power_of_two else (torch.float32,)
-        self.averaged_dtypes = averaged if backend == "nccl" else ()  # gradients of the others are added up
+        self.averaged_dtypes = averaged if self._is_nccl else ()  # gradients of the others are added up
         self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
-        outer = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
+        # gradients are reduce-scattered over these, one after the other
+        self._reduce_axes = [*reversed(self.shard_axis.factors or (self.shard_axis,))]
+        self.replicate_axes = [axis for axis in axes if axis.size > 1 and axis not in self._reduce_axes]
+        self._inner_gather_axis = self._reduce_axes[0]
+        self._second_gathers: deque[_SecondHop] = deque()  # not started yet: see [Note: order of second hops]
+        self._second_reductions: deque[_SecondHop] = deque()
         if backend in ("nccl", "gloo") and consistency.is_distributed:
             purpose = _purpose_of_groups(self)
-            self._reduce_group = _with_own_group(self.shard_axis, purpose).group
-            self.replicate_axes = [_with_own_group(axis, purpose) for axis in outer]
-        else:
-            self._reduce_group, self.replicate_axes = self.shard_axis.group, outer
+            if self._is_host_blocking and self.shard_axis.factors is not None:
+                self._inner_gather_axis = _with_own_group(self._inner_gather_axis, f"{purpose}, second hops")
+            self._reduce_axes = [_with_own_group(axis, purpose) for axis in self._reduce_axes]
+            self.replicate_axes = [_with_own_group(axis, purpose) for axis in self.replicate_axes]
 
     @property
     def is_host_blocking(self) -> bool:
@@ -129,10 +135,30 @@ class Communicator:
 
         ``activation_axis``: it is an activation, replicated over this axis.
         """
-        kind = "all-gather" if activation_axis is None else "activation gather"
         axis = activation_axis or self.shard_axis
+        if axis.factors is not None:
+            part = output.view(axis.factors[1].size, -1)[axis.factors[1].rank]
+            return self.all_gather_inner(output, part, what, after=self.all_gather_outer(part, shard, what))
+        kind = "all-gather" if activation_axis is None else "activation gather"
         start = partial(_all_gather, output, shard, group=axis.group, async_op=True)
         return self._start(start, kind, output.nbytes, what)
+
+    def all_gather_outer(self, part: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
+        """All-gather the shards of this rank's counterparts in all replicas: the first of two hops."""
+        assert self.shard_axis.factors is not None
+        start = partial(_all_gather, part, shard, group=self.shard_axis.factors[0].group, async_op=True)
+        return self._start(start, "all-gather between replicas", part.nbytes, what)
+
+    def all_gather_inner(
+        self, output: torch.Tensor, part: torch.Tensor, what: str, after: CollectiveWork | None = None
+    ) -> CollectiveWork:
+        """All-gather the parts of the ranks of one replica: the second of two hops, ``after`` the first."""
+        start = partial(_all_gather, output, part, group=self._inner_gather_axis.group, async_op=True)
+        if after is not None:
+            return self._start_after(after, self._second_gathers, start, "all-gather", output.nbytes, what)
+        while self._second_gathers:
+            self._second_gathers[0].start()
+        return self._start(start, "all-gather", output.nbytes, what)
 
     def all_gather_tp_shards(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
         """All-gather every tensor rank's ``shard`` into ``output``, in rank order."""
@@ -140,32 +166,49 @@ class Communicator:
         return self._start(start, "all-gather", output.nbytes, what)
 
     def reduce_scatter(
-        self, shard: torch.Tensor, packed: torch.Tensor, what: str, received: torch.Tensor | None = None
+        self,
+        shard: torch.Tensor,
+        packed: torch.Tensor,
+        what: str,
+        received: torch.Tensor | None = None,
+        first: CollectiveWork | None = None,
     ) -> CollectiveWork:
         """Sum or average (``averaged_dtypes``) gradients over the ranks, and store this rank's part in ``shard``.
 
-        ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done.
+        ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done; two
+        hops overwrite ``packed``. ``first``: this is the second hop, after that one.
         """
         if self.shard_axis.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
             return _CompletedWork()
-        on_done = None
+        axis, result, on_done = self._reduce_axes[0 if first is None else 1], shard, None
+        has_second_hop = first is None and self.shard_axis.factors is not None
+        if has_second_hop:  # NCCL reduces in place, and over gloo the input is received before
+            result = packed.view(axis.size, -1)[axis.rank]
+            result = result if self._is_nccl or self._is_host_blocking else torch.empty_like(result)
         if self._is_host_blocking:
             assert received is not None
-            start = partial(dist.all_to_all_single, received, packed, group=self._reduce_group, async_op=True)
-            on_done = partial(sum_in_order, shard, received.view(self.shard_axis.size, -1))
+            start = partial(dist.all_to_all_single, received, packed, group=axis.group, async_op=True)
+            on_done = partial(sum_in_order, result, received.view(axis.size, -1))
         else:
             op = dist.ReduceOp.AVG if packed.dtype in self.averaged_dtypes else dist.ReduceOp.SUM
-            start = partial(_reduce_scatter, shard, packed, op=op, group=self._reduce_group, async_op=True)
-        return self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
+            start = partial(_reduce_scatter, result, packed, op=op, group=axis.group, async_op=True)
+        if first is not None:
+            kind = "reduce-scatter between replicas"
+            return self._start_after(first, self._second_reductions, start, kind, packed.nbytes, what, on_done)
+        work = self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
+        if not has_second_hop:
+            return work
+        received = received if received is None else received[: result.numel()]
+        return self.reduce_scatter(shard, result, what, received, first=work)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], what: str
     ) -> CollectiveWork:
         """Send a part of ``tensor`` to each rank of the shard axis, and receive a part of ``output`` from each.
 
-        The sizes are those of the parts, in elements, in rank order.
+        The sizes are those of the parts, in elements, in the order of ``shard_axis.ranks_by_group``.
         """
         start = partial(
             dist.all_to_all_single, output, tensor, output_sizes, input_sizes, self.shard_axis.group, async_op=True
@@ -203,8 +246,11 @@ class Communicator:
         self._start(start, "broadcast", tensor.nbytes, what).wait()
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Return the small picklable values of all ranks of the shard axis."""
-        return all_gather_object(value, self.shard_axis.group, what, self.consistency)
+        """Return the small picklable values of all ranks of the shard axis, in rank order."""
+        values = all_gather_object(value, self.shard_axis.group, what, self.consistency)
+        return [
+            value for _, value in sorted(zip(self.shard_axis.ranks_by_group, values, strict=True), key=itemgetter(0))
+        ]
 
     def read_to_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
         """Wait for a result and return its values; raise if a fault of another rank has made them invalid."""
@@ -229,7 +275,10 @@ class Communicator:
     @property
     def data_axes(self) -> list[MeshAxis]:
         """The data-parallel axes with more than one rank, outer first."""
-        return [*self.replicate_axes, *([self.shard_axis] if self.shard_axis.size > 1 else [])]
+        return [
+            *self.replicate_axes,
+            *(self.shard_axis.factors or [self.shard_axis] if self.shard_axis.size > 1 else []),
+        ]
 
     @contextmanager
     def count_tensor_traffic(self) -> Iterator[tuple[Traffic, Traffic] | None]:
@@ -252,9 +301,11 @@ class Communicator:
         nbytes: int,
         what: str,
         on_done: Callable[[], object] | None = None,
+        is_counted: bool = False,
     ) -> CollectiveWork:
         """Start a collective and count it. If it fails, an error names the rank that caused it."""
-        self.counters.add(kind, nbytes)
+        if not is_counted:
+            self.counters.add(kind, nbytes)
         try:
             with label("{} ({}, {:,} bytes)", kind, what, nbytes):
                 work = start()
@@ -263,6 +314,25 @@ class Communicator:
         if self._is_host_blocking:
             return _MonitoredWork(work, what, self.consistency, self.wait_timer, on_done)
         return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
+
+    def _start_after(
+        self,
+        first: CollectiveWork,
+        queue: deque[_SecondHop],
+        start: Callable[[], Any],
+        kind: str,
+        nbytes: int,
+        what: str,
+        on_done: Callable[[], object] | None = None,
+    ) -> CollectiveWork:
+        """Count a collective, and start it when another one is done. Where waiting blocks the host, queue it."""
+        self.counters.add(kind, nbytes)
+        start_now = partial(self._start, start, kind, nbytes, what, on_done, is_counted=True)
+        if self._is_host_blocking:
+            return _SecondHop(first, start_now, queue)
+        untimed = first.work if isinstance(first, _TimedWork) else first
+        untimed.wait()  # of the stream on which this runs, not of compute
+        return start_now()
 
 
 # [Note: groups of reductions]
@@ -299,15 +369,41 @@ class _CompletedWork:
         pass
 
 
+class _SecondHop:
+    """A collective that starts when the wait for another one ends.
+
+    [Note: order of second hops]
+    Ranks that use different modules wait for their parameters in different orders, but all collectives of a group must
+    start in one order. So a wait first starts the second hops that were queued earlier. Those of all-gathers have a
+    process group of their own: other collectives would start before a second hop on one rank, and after it on another.
+    """
+
+    def __init__(self, first: CollectiveWork, start: Callable[[], CollectiveWork], queue: deque[_SecondHop]) -> None:
+        self._first, self._start, self._queue = first, start, queue
+        self._second: CollectiveWork | None = None
+        queue.append(self)
+
+    def start(self) -> None:
+        """Wait for the first hop, and start the second. It is the first in the queue."""
+        self._first.wait()
+        self._second = self._start()
+        self._queue.popleft()
+
+    def wait(self) -> None:
+        while self._second is None:
+            self._queue[0].start()
+        self._second.wait()
+
+
 class _TimedWork:
     """A collective whose ``wait`` is timed."""
 
     def __init__(self, work: Any, wait_timer: WaitTimer) -> None:
-        self._work, self._wait_timer = work, wait_timer
+        self.work, self._wait_timer = work, wait_timer
 
     def wait(self) -> None:
         with self._wait_timer:
-            self._work.wait()
+            self.work.wait()
 
 
 class _MonitoredWork:

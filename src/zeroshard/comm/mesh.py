@@ -1,8 +1,21 @@
-"""The axes of the mesh, and the process groups behind them."""
+"""The axes of the mesh, and the process groups behind them.
+
+[Note: two hops]
+With ``Config.partition="full"`` or ``"hierarchical"``, the shard axis is the product of both data axes. A bucket is
+split over the inner axis first, and each part over the outer one. Two replicas (outer) of two ranks (inner)::
+
+    bucket    |      inner rank 0           |      inner rank 1           |
+    shards    | replica 0    | replica 1    | replica 0    | replica 1    |
+
+So a rank and its counterparts in the other replicas, which communicate over the slow links between nodes, have
+adjacent shards: together a part of the bucket, which the ranks of one replica exchange over the fast links. An
+all-gather goes over the outer axis, then over the inner one; a reduce-scatter goes back the same way.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,12 +35,31 @@ class MeshAxis:
     group: dist.ProcessGroup | None  # None: this rank only
     size: int
     rank: int
+    factors: tuple[MeshAxis, MeshAxis] | None = None  # (outer, inner) of a product: see [Note: two hops]
+    group_order: tuple[int, ...] = ()  # of a product: ranks of this axis, in the order of the group's ranks
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
         if group is None:
             return cls(None, 1, 0)
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    @property
+    def ranks_by_group(self) -> Sequence[int]:
+        """The ranks of this axis in the order of its process group."""
+        return self.group_order or range(self.size)
+
+
+def product_axis(mesh: DeviceMesh, outer: MeshAxis, inner: MeshAxis) -> MeshAxis:
+    """Return the product of the data axes of a mesh: see [Note: two hops]."""
+    if inner.size == 1:
+        return outer
+    ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh[..., mesh.get_local_rank(mesh.ndim - 1)]
+    ordered = ranks.T.flatten().tolist()  # by inner rank, then by outer rank
+    group = find_or_create_group(ordered, "zeroshard data ranks")
+    rank_in_axis = {global_rank: rank for rank, global_rank in enumerate(ordered)}
+    order = tuple(rank_in_axis[global_rank] for global_rank in dist.get_process_group_ranks(group))
+    return MeshAxis(group, len(ordered), inner.rank * outer.size + outer.rank, (outer, inner), order)
 
 
 def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
@@ -45,6 +77,7 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
     name = tensor_axis_name(mesh)
+    _check_ascending(mesh)
     axes = [MeshAxis.from_group(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     data, tensor = (axes, single) if name is None else (axes[:-1], axes[-1])
     if len(data) > 2:
@@ -53,6 +86,20 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
             f"'tensor', got {mesh}"
         )
     return data or [single], tensor
+
+
+def _check_ascending(mesh: DeviceMesh) -> None:
+    """Raise if ranks do not ascend along an axis.
+
+    Process groups sort their ranks. The positions of a rank in the groups of two axes would then not be its coordinates
+    in the mesh, and ranks with different shards would be taken for replicas.
+    """
+    ranks = mesh.mesh
+    if any((ranks.diff(dim=axis) < 0).any() for axis in range(ranks.ndim)):
+        raise ValueError(
+            f"the ranks of mesh must ascend along each of its axes, got {ranks.tolist()}: torch sorts the ranks of a "
+            "process group. Use init_device_mesh(), or assign devices to ranks in another order"
+        )
 
 
 def _check_started_alone() -> None:

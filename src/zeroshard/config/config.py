@@ -14,6 +14,7 @@ from zeroshard.config.deepspeed import read_deepspeed
 from zeroshard.config.offload import Offload, check_option_names
 
 PRECISIONS = (None, "fp32", "bf16", "fp16")
+PARTITIONS = ("hybrid", "hierarchical", "full")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,6 +34,12 @@ class Config:
     """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: also gradients. 3: also
     parameters. The stage changes memory and traffic, not the numbers (beyond rounding). :func:`zeroshard.shard` also
     accepts "auto" for it, and for ``offload``."""
+
+    partition: str = "hybrid"
+    """How a mesh with two data axes divides the states that the stage partitions. "hybrid": over the inner axis, and
+    the outer axis has replicas. "full": over both axes. "hierarchical": optimizer states and gradients over both,
+    parameters over the inner axis: they are gathered over the outer axis once per step, and inside the inner axis
+    otherwise. Without such a mesh, all are the same. The numbers are those of "hybrid" (beyond rounding)."""
 
     precision: str | None = None
     """None: each parameter is computed and updated in its own dtype. "fp32": everything in fp32. "bf16", "fp16":
@@ -129,6 +136,8 @@ class Config:
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             hint = ": only zeroshard.shard() accepts it" if str(self.stage) == "auto" else ""
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}{hint}")
+        if self.partition not in PARTITIONS:
+            raise ValueError(f"partition must be one of {', '.join(map(repr, PARTITIONS))}, got {self.partition!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
         object.__setattr__(self, "offload", Offload.from_option(self.offload))

@@ -472,10 +472,12 @@ def _read_hpz(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
     if value in (AUTO, None, 0, 1, -1):
         yield MigratedKey(key, value, NOT_NEEDED, "it is off")
     else:
-        shared = "states are partitioned" if key.endswith("mics_shard_size") else "all-gathers stay"
+        is_hpz = key.endswith("zero_hpz_partition_size")
+        shared = "all-gathers of backward stay" if is_hpz else "states are partitioned"
         text = f"{shared} inside groups of {value} with a 2-D mesh (replicate × shard): more memory, the same numbers"
         mesh = f'mesh = init_device_mesh("cuda", (ranks // {value}, {value}))  # shard(…, mesh=mesh)'
-        yield MigratedKey(key, value, SCRIPT, text, before_shard=mesh)
+        options = {"partition": "hierarchical"} if is_hpz else {}
+        yield MigratedKey(key, value, SCRIPT, text, before_shard=mesh, options=options)
 
 
 def _read_offload(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:

@@ -54,6 +54,7 @@ def plan_model(
         precision=context.precision,
         placement=context.placement,
         shard_count=context.comm.shard_axis.size,
+        inner_count=context.comm.shard_axis.factors[1].size if context.comm.shard_axis.factors else 1,
         state_bytes_per_element=state_bytes_per_element,
         on_gpu=context.comm.device.type == "cuda",
     )
@@ -147,7 +148,7 @@ class UnitBuilder:
             if self._has_partitioned_params and not flat.spec.has_offloaded_params and not flat.spec.is_cast_from_master
         ]
         for dtype in dict.fromkeys(flat.dtype for flat in sharded):
-            numel = sum(flat.layout.shard_numel for flat in sharded if flat.dtype == dtype)
+            numel = sum(flat.spec.param_numel for flat in sharded if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
         on_disk = {flat for flat in flats if flat.spec.tier_placement.parameters == "disk"}
         prefetcher = self._tiers.make_prefetcher(
@@ -171,7 +172,7 @@ class UnitBuilder:
         if self._has_partitioned_params and flat.spec.has_offloaded_params:
             shard = self._tiers.zeros("parameters", flat.spec.tier_placement.parameters, numel, flat.dtype, pinned=True)
         elif self._has_partitioned_params and not flat.spec.is_cast_from_master:
-            shard = shards[flat.dtype].allocate(numel)
+            shard = shards[flat.dtype].allocate(flat.spec.param_numel)
         # Partitioned flats have full memory only briefly: the pool would keep that of one unit.
         with nullcontext() if self._has_partitioned_params else self._pool:
             flat.allocate(self._has_partitioned_params, shard)

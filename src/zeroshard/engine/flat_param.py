@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.comm import Communicator
+from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
 from zeroshard.sharding import FlatSpec, Range
@@ -121,6 +121,7 @@ class FlatParam(FlatMetadata):
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] if partitioned and not cast from the master
         # this rank's shard of each bucket: a view of ``shard``, or of ``full`` if that is replicated
         self.local_shards: list[torch.Tensor] = []
+        self.inner: InnerShard | None = None  # contains ``local_shards``: see [Note: inner shards]
         self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
         # [layout.shard_numel], the master weights, which the optimizer updates instead of the parameters
         self.master: TieredTensor | None = None
@@ -146,16 +147,21 @@ class FlatParam(FlatMetadata):
     def allocate(self, is_partitioned: bool, shard: torch.Tensor | None) -> None:
         """Allocate ``full``.
 
-        If partitioned, its storage is empty until unshard, and ``shard`` or the master holds this rank's values.
+        If partitioned, its storage is empty until unshard, and ``shard`` or the master holds this rank's values;
+        ``shard`` is the inner shard if the flat keeps that.
         """
         self.is_partitioned, self.shard = is_partitioned, shard
+        if shard is not None and self.spec.keeps_inner_shard:
+            self.shard, self.inner = None, InnerShard(shard, self.spec)
         self._allocate_full()
         nan_or_zero = float("nan") if self.dtype.is_floating_point else 0
         self._placeholder_value = torch.full((), nan_or_zero, dtype=self.dtype, device=self.device)
         self.placeholders = [self.placeholder(shape) for shape in self.shapes]
         self.local_shards = self.shard_slots
         if is_partitioned:
-            self.local_shards = [shard[span.slice] for span in self.shard_ranges] if shard is not None else []
+            self.local_shards = [self.shard[span.slice] for span in self.shard_ranges] if self.shard is not None else []
+            if self.inner is not None:
+                self.local_shards = self.inner.shards_of(self.shard_rank)
             self.full.untyped_storage().resize_(0)
 
     def _allocate_full(self) -> None:
@@ -286,6 +292,36 @@ class FlatParam(FlatMetadata):
         """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
+
+
+class InnerShard:
+    """What the ranks with one inner rank have together of a flat.
+
+    [Note: inner shards]
+    With ``Config.partition="hierarchical"`` each rank keeps this, so that units are unsharded inside the inner axis.
+    Its own shard is a view into it. Values change on all ranks or on none. A change makes the inner shard stale; then
+    the next unshard gathers it over the outer axis first.
+    """
+
+    def __init__(self, tensor: torch.Tensor, spec: FlatSpec) -> None:
+        self.tensor = tensor  # [spec.param_numel]
+        self.is_stale = True  # whether it lacks new values of other ranks
+        count = spec.inner_count
+        self._parts = [tensor[bucket.start // count : bucket.end // count] for bucket in spec.layout.buckets]
+        self._outer_count = spec.layout.shard_count // count
+
+    def shards_of(self, shard_rank: int) -> list[torch.Tensor]:
+        """Return one rank's shard of each bucket."""
+        return [part.view(self._outer_count, -1)[shard_rank % self._outer_count] for part in self._parts]
+
+    def start_gathers(self, flat: FlatParam, comm: Communicator, what: str) -> list[CollectiveWork]:
+        """Start to gather all buckets over the inner axis; before, over the outer one, if this is stale."""
+        pending: list[CollectiveWork] = []
+        for full, part, shard in zip(flat.bucket_views, self._parts, flat.local_shards, strict=True):
+            after = comm.all_gather_outer(part, shard, what) if self.is_stale else None
+            pending.append(comm.all_gather_inner(full, part, what, after))
+        self.is_stale = False
+        return pending
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

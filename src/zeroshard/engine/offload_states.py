@@ -73,6 +73,7 @@ def _device_tensors(engine: Engine) -> list[torch.Tensor]:
     flats = [flat for unit in engine.units for flat in unit.flats]
     tensors = [flat.full for flat in flats if not flat.is_partitioned]
     tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.spec.has_offloaded_params]
+    tensors += [flat.inner.tensor for flat in flats if flat.inner is not None]
     for flat in flats:
         tensors += [
             segment.tensor

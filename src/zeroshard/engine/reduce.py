@@ -312,8 +312,9 @@ class GradReducer:
     are freed before the next unit's are computed. It first waits for the pending reduction of its ring slot, which
     started some units ago (``Config.ring``). With more buckets than slots, it would have to wait for reductions that
     have just started. If finishing a reduction takes more than a wait and a multiplication (an all-reduce over
-    replicas, a copy off the device), it would wait for that too. In these cases the side stream packs the gradients and
-    finishes the reductions, concurrently with compute, and autograd's gradients stay until the next unit's are ready.
+    replicas, a second hop, a copy off the device), it would wait for that too. In these cases the side stream packs the
+    gradients and finishes the reductions, concurrently with compute, and autograd's gradients stay until the next
+    unit's are ready.
     """
 
     def __init__(self, flat_grads: Iterable[FlatGrad], memory: GradMemory, context: ShardContext) -> None:
@@ -324,7 +325,8 @@ class GradReducer:
         self._buffers = ReduceBuffers(flat_grads, comm, config.ring, context.tracker)
         self._stream_inputs: list[torch.Tensor] = []  # kept until compute has waited for the side stream
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
-        self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
+        has_one_hop = not comm.replicate_axes and comm.shard_axis.factors is None
+        self._can_finish_on_compute_stream = has_one_hop and config.offload is None
         self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
         self._local_reductions: deque[_Reduction] = deque()  # pending, the oldest first
         # how many of these there may be: each has a buffer, or, if waiting blocks the host, all end with backward

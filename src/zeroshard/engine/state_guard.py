@@ -57,8 +57,7 @@ class StateGuard:
         """Raise if a forward would compute with other values than the user expects; take over the user's edits."""
         self.check_valid(*self.invalid_states)
         self.check_states_reloaded()
-        if torch.is_grad_enabled():  # PEFT's set_adapter() sets requires_grad also for an inference
-            _check_frozen(self.frozen_flats)
+        _check_frozen(self.frozen_flats)
         self.sync_user_edits()
 
     def detect_forward_edits(self) -> None:
@@ -98,8 +97,7 @@ class StateGuard:
 
     def check_not_gathered(self, call: str) -> None:
         """Raise inside gathered(): the parameters there are copies, so ``call`` would not change them."""
-        if self.has_averages:
-            self.check_not_averaged(call)
+        self.check_not_averaged(call)
         if any(unit.has_gathered_copy for unit in self._units):
             raise RuntimeError(
                 f"{call} inside `with zeroshard.gathered()`: it would change the states, and the parameters inside are "
@@ -227,17 +225,16 @@ class StateGuard:
             with label("copy master weights"):
                 torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
 
-    def wait_refresh(self, units: Iterable[Unit]) -> None:
+    def begin_update(self, units: Iterable[Unit]) -> None:
         """Wait for all-gathers of these units that an earlier step has started: they read what is about to change."""
-        for unit in units:
+        for unit in units:  # inner shards become stale also if the update raises
+            if self._comm.shard_axis.factors is not None:
+                unit.mark_inner_shards_stale(include_frozen=False)
             if unit.state is UnitState.UNSHARDING and not unit.is_partitioned:
                 unit.wait_for_unshard()
 
     def start_param_refresh(self, units: Iterable[Unit]) -> None:
-        """Start the all-gather of every rank's updated shard of these units, if their parameters are replicated.
-
-        Units that are updated on the host are gathered when they are needed: the next forward waits unit by unit.
-        """
+        """Start the all-gather of every rank's updated shard of these units, if it is not left to the next forward."""
         for unit in (unit for unit in units if not unit.is_partitioned):
             if unit.is_trainable and any(flat.spec.tier_placement.has_offloaded_optimizer for flat in unit.flats):
                 unit.mark_stale()
@@ -252,9 +249,11 @@ class StateGuard:
         self._wait_updates()  # without sync_user_edits(): the written values win over the parameters'
         self.invalidate_speculation()
         self.copy_masters(flat for unit in self._units for flat in unit.flats)
-        for unit in self.replicated_units if self._comm.shard_axis.size > 1 else ():
-            self._order.check(unit.all_gather_label)
-            unit.start_unshard(include_frozen=True)
+        for unit in self._units if self._comm.shard_axis.size > 1 else ():
+            unit.mark_inner_shards_stale()
+            if not unit.is_partitioned:
+                self._order.check(unit.all_gather_label)
+                unit.start_unshard(include_frozen=True)
         self._wait_updates()
         for unit in self.replicated_units:
             unit.replicated_edits.record_versions()
@@ -292,6 +291,8 @@ class StateGuard:
 
 def _check_frozen(flats: list[FlatParam]) -> None:
     """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
+    if not torch.is_grad_enabled():  # PEFT's set_adapter() sets requires_grad also for an inference
+        return
     with torch._C.DisableTorchFunctionSubclass():
         unfrozen = [name for flat in flats for name, p in flat.named_parameters if p.requires_grad]
     if unfrozen:

@@ -143,12 +143,20 @@ class Unit:
         pending: list[CollectiveWork] = []
         for flat in flats:
             inputs = flat.all_gather_inputs()
-            if comm.shard_axis.size > 1:
+            if flat.inner is not None:
+                pending += flat.inner.start_gathers(flat, comm, self.all_gather_label)
+            elif comm.shard_axis.size > 1:
                 for full, shard in zip(flat.bucket_views, inputs, strict=True):
                     pending.append(comm.all_gather(full, shard, self.all_gather_label))
             elif inputs is not flat.shard_slots:  # one rank, with partitioned parameters
                 torch._foreach_copy_(flat.shard_slots, inputs)
         return pending
+
+    def mark_inner_shards_stale(self, include_frozen: bool = True) -> None:
+        """Have the next unshard gather new values over the outer axis: see [Note: inner shards]."""
+        for flat in self.flats:
+            if flat.inner is not None and (include_frozen or flat.spec.is_trainable):
+                flat.inner.is_stale = True
 
     def wait_for_unshard(self, module: str | None = None) -> None:
         """Wait for the all-gather and unguard the parameters.

@@ -115,6 +115,7 @@ def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Te
                 _broadcast_tp_replicated(flat, bucket, values, comm, what)
             changed.append(_write_bucket(flat, index, values, comm))
     unit.accept_edits()
+    unit.mark_inner_shards_stale()
     return torch.stack(changed).any() if changed else torch.tensor(False, device="cpu")
 
 

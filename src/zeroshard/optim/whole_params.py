@@ -350,7 +350,7 @@ class WholeParams:
         owned = {key: run.dtype for key, run in shards.items() if key[0].owner == self._axis.rank}
         received_bytes = [
             sum(run_bytes(param.numel_by_rank[rank], dtype) for (param, _), dtype in owned.items())
-            for rank in range(self._axis.size)
+            for rank in self._axis.ranks_by_group
         ]
         sent = self._by_owner((param, run) for (param, _), run in shards.items())
         self._gathering = owned, Exchange(self._engine, sent, received_bytes)
@@ -364,7 +364,7 @@ class WholeParams:
         wholes = {key: self._allocate((key[0].numel,), key[0].dtype) for key in owned}
         exchange.unpack(
             Run(dtype, key[0].views_of(wholes[key], rank))
-            for rank in range(self._axis.size)
+            for rank in self._axis.ranks_by_group
             for key, dtype in owned.items()
         )
         return wholes
@@ -416,7 +416,7 @@ class WholeParams:
             return
         sent = [
             [Run(param.dtype, param.views_of(value, rank)) for param, value in values]
-            for rank in range(self._axis.size)
+            for rank in self._axis.ranks_by_group
         ]
         received = self._by_owner(runs.items())
         received_bytes = [sum(run.nbytes for run in from_owner) for from_owner in received]
@@ -451,10 +451,11 @@ class WholeParams:
         return shards
 
     def _by_owner(self, runs: Iterable[tuple[WholeParam, Run]]) -> list[list[Run]]:
+        """Return the runs of each owner, in the order of an exchange."""
         by_owner: list[list[Run]] = [[] for _ in range(self._axis.size)]
         for param, run in runs:
             by_owner[param.owner].append(run)
-        return by_owner
+        return [by_owner[rank] for rank in self._axis.ranks_by_group]
 
 
 class Exchange:

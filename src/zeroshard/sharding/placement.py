@@ -14,39 +14,52 @@ class Placement:
     ``tier_placement.py`` decides in which tier they are placed.
 
     >>> Placement.from_stage(2, ranks=4)
-    Placement(parameters=False, gradients=True, optimizer=True)
+    Placement(parameters=False, gradients=True, optimizer=True, keeps_inner_shards=False)
 
     With one rank there is nothing to partition:
 
     >>> Placement.from_stage(3, ranks=1)
-    Placement(parameters=False, gradients=False, optimizer=False)
+    Placement(parameters=False, gradients=False, optimizer=False, keeps_inner_shards=False)
 
     unless states are offloaded: then gradients are offloaded during backward, unit by unit. If parameters are
     offloaded, units are unsharded and resharded too, as with several ranks.
 
     >>> Placement.from_stage(3, ranks=1, offload=Offload(optimizer="host"))
-    Placement(parameters=False, gradients=True, optimizer=False)
+    Placement(parameters=False, gradients=True, optimizer=False, keeps_inner_shards=False)
 
     or unsharding casts a unit from its master: then units are unsharded and resharded too.
 
     >>> Placement.from_stage(3, ranks=1, casts_master=True)
-    Placement(parameters=True, gradients=False, optimizer=False)
+    Placement(parameters=True, gradients=False, optimizer=False, keeps_inner_shards=False)
     """
 
     parameters: bool  # partitioned: a unit is unsharded for its computation and resharded after it
     gradients: bool  # partitioned: reduced inside backward; replicated: summed locally, reduced once per step
     optimizer: bool  # partitioned: each rank updates its shard, and parameters are all-gathered
+    keeps_inner_shards: bool = False  # partitioned parameters are so over the inner axis only: see [Note: two hops]
 
     @classmethod
     def from_stage(
-        cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1, casts_master: bool = False
+        cls,
+        stage: int,
+        ranks: int,
+        offload: Offload | None = None,
+        replicas: int = 1,
+        casts_master: bool = False,
+        keeps_inner_shards: bool = False,
     ) -> Placement:
         """Return the placement of a stage; raise if states that it does not partition should be offloaded.
 
         ``ranks``: size of the shard axis. ``replicas``: how many such groups of ranks there are. ``casts_master``:
-        unsharding casts from the masters.
+        unsharding casts from the masters. ``keeps_inner_shards``: ``Config.partition`` is "hierarchical".
         """
         row = _STAGE_TABLE[stage] if ranks > 1 else _STAGE_TABLE[0]
+        row = replace(row, keeps_inner_shards=keeps_inner_shards and row.parameters)
+        if keeps_inner_shards and offload is not None and offload.parameters:
+            raise ValueError(
+                "partition='hierarchical' keeps parameters on the device, to gather them inside the inner axis: use "
+                "partition='full' to offload them"
+            )
         if offload is None:
             is_single_rank = ranks * replicas == 1
             return replace(row, parameters=_STAGE_TABLE[stage].parameters) if casts_master and is_single_rank else row
@@ -63,7 +76,8 @@ class Placement:
         """Return how often a step gathers each parameter, and reduces each gradient, after ``backwards`` backwards.
 
         Partitioned parameters are gathered in each forward and backward, others once, after the update (in an
-        all-reduce, its second half). Partitioned gradients are reduced in each backward, others once.
+        all-reduce, its second half). Partitioned gradients are reduced in each backward, others once. Inner shards are
+        gathered once too, over the outer axis; that is not counted.
 
         >>> [Placement.from_stage(stage, ranks=4).collectives_per_step(backwards=5) for stage in range(4)]
         [(1, 1), (1, 1), (1, 5), (10, 5)]

@@ -52,11 +52,20 @@ class FlatSpec:
     alloc_bytes: int = 0  # allocated for the full parameters: see ``round_to_shared_sizes``
     is_cast_from_master: bool = False  # keeps only its master: see [Note: all-gathering from master weights]
     unit: str = ""  # name of its unit
+    inner_count: int = 1  # ranks of the inner axis, if gathers and reductions take two hops: [Note: two hops]
+    keeps_inner_shard: bool = False  # parameters are partitioned over the inner axis: [Note: inner shards]
 
     @cached_property
     def shard_ranges(self) -> tuple[Range, ...]:
         """The range of each bucket's shard in this rank's shard."""
         return tuple(self.layout.shard_range(bucket) for bucket in self.layout.buckets)
+
+    @property
+    def param_numel(self) -> int:
+        """Elements that a rank keeps of partitioned parameters between their uses, in the compute dtype."""
+        if self.keeps_inner_shard:
+            return self.layout.numel // self.inner_count
+        return 0 if self.is_cast_from_master else self.layout.shard_numel
 
     @property
     def full_bytes(self) -> int:
@@ -96,7 +105,8 @@ class FlatSpec:
     @property
     def can_reduce_in_place(self) -> bool:
         """Whether buckets inside one parameter may be reduced in place: [Note: reducing large gradients in place]."""
-        return self.compute_dtype == self.reduce_dtype and not self.has_offloaded_grads
+        overwrites_input = self.inner_count > 1
+        return self.compute_dtype == self.reduce_dtype and not self.has_offloaded_grads and not overwrites_input
 
     @cached_property
     def single_param_buckets(self) -> tuple[ParamRange | None, ...]:
@@ -145,10 +155,12 @@ def plan_shards(
     shard_count: int,
     state_bytes_per_element: int,
     on_gpu: bool,
+    inner_count: int = 1,
 ) -> ShardPlan:
     """Decide the flats of a model, their layout, and the tiers of their states.
 
-    ``state_bytes_per_element``: bytes of an fp32 element's optimizer states, without its master.
+    ``state_bytes_per_element``: bytes of an fp32 element's optimizer states, without its master. ``inner_count``: ranks
+    of the inner axis, if ``shard_count`` is a product ([Note: two hops]).
 
     >>> from torch import nn
     >>> from zeroshard.sharding.units import plan_units
@@ -179,7 +191,7 @@ def plan_shards(
         tiers, spare = assign_tiers(sizes, config.offload, placement.gradients, staging)
         plan = replace(plan, staging_bytes=staging, spare_host_bytes=spare)
     alloc_bytes = round_to_shared_sizes([flat.full_bytes for flat in flats])
-    can_cast = config.needs_cast_on_gather and placement.parameters
+    can_cast = config.needs_cast_on_gather and placement.parameters and not placement.keeps_inner_shards
     placed = iter(
         [
             replace(
@@ -187,6 +199,8 @@ def plan_shards(
                 tier_placement=tier,
                 alloc_bytes=nbytes,
                 is_cast_from_master=can_cast and _can_cast_from_master(flat, tier),
+                inner_count=inner_count,
+                keeps_inner_shard=placement.keeps_inner_shards,
             )
             for flat, tier, nbytes in zip(flats, tiers, alloc_bytes, strict=True)
         ]

@@ -1,0 +1,365 @@
+"""States partitioned over both axes of a mesh, parameters over one or both: the numbers, memory and bytes by axis."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_close, batches, full_parameters, make_net, net_loss, split, train_plain, train_steps
+from ranks import run_processes, run_threads
+from rules import Lamb
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeroshard
+from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner import predict_memory
+
+CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
+PARTITIONS = ["full", "hierarchical"]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def train(rank: int, model: nn.Module, shape: tuple[int, ...], options: dict[str, Any], max_norm: float | None = None):
+    world = shape[0] * shape[1]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = copy.deepcopy(model)
+    model, optimizer = zeroshard.shard(model, adam(model), mesh=mesh, **options)
+    norms = []
+    for batch in batches(3):
+        net_loss(model, split(batch, rank, world)).backward()
+        if max_norm is not None:
+            norms.append(optimizer.clip_grad_norm_(max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model), norms
+
+
+@pytest.mark.parametrize(("shape", "bucket_size"), [((2, 2), 2**25), ((2, 2), 128), ((1, 4), 128), ((4, 1), 128)])
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, bucket_size: int) -> None:
+    if (stage, partition, shape) == (3, "hierarchical", (4, 1)):
+        pytest.skip("parameters cannot be partitioned over one rank: see below")
+    model = make_net()
+    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    options = {"stage": stage, "partition": partition, "bucket_size": bucket_size}
+    for parameters, _ in run_threads(4, train, model, shape, options):
+        assert_close(parameters, wanted, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_gloo_processes_give_the_plain_numbers(partition: str) -> None:
+    model = make_net()
+    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    for parameters, _ in run_processes(4, train, model, (2, 2), {"stage": 3, "partition": partition}):
+        assert_close(parameters, wanted, 1e-5)
+
+
+class SkippingNet(nn.Module):
+    """Blocks of one size, of which a rank may skip one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.skipped = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        return x
+
+
+def train_skipping(rank: int, model: SkippingNet, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"units": (nn.Sequential,), "timeout": 20, **options}
+    sharded, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
+    model.skipped = 2 if rank == 1 else -1
+    for _ in range(3):
+        sharded(torch.full((1, 8), float(rank))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_skip_modules_do_not_mix_up_second_hops(stage: int) -> None:
+    torch.manual_seed(0)
+    model = SkippingNet()
+    wanted = run_processes(4, train_skipping, model, {"stage": stage})[0]
+    for found in run_processes(4, train_skipping, model, {"stage": stage, "partition": "full"}):
+        assert_close(found, wanted, 0)
+
+
+@pytest.mark.parametrize("partition", ["hybrid", *PARTITIONS])
+def test_a_mesh_that_process_groups_would_sort_is_an_error(partition: str) -> None:
+    """Over [0, 2] and [1, 3] of this mesh, ranks 0 and 2 would be replicas although their shards differ."""
+
+    def body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 3], [2, 1]]))
+        with pytest.raises(ValueError, match=r"must ascend along each of its axes, got \[\[0, 3\], \[2, 1\]\]"):
+            zeroshard.shard(make_net(), mesh=mesh, partition=partition)
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
+        zeroshard.shard(make_net(), mesh=mesh, partition=partition)
+
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}, {"bucket_size": 128}])
+def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, Any]) -> None:
+    """Over two axes of two ranks, sums have one order: inside the inner axis first."""
+    model = make_net()
+    wanted = None
+    for partition in ["hybrid", *PARTITIONS]:
+        for stage in (2, 3):
+            found = run_threads(4, train, model, (2, 2), {"stage": stage, "partition": partition, **options})
+            wanted = wanted or found[0][0]
+            for parameters, _ in found:
+                assert_close(parameters, wanted, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- habits
+# What loops do between steps. After each of them, the ranks have to notice that their inner shards are stale.
+
+
+def accumulate(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        with zeroshard.no_sync(model):
+            net_loss(model, first).backward()
+        net_loss(model, second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edit(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for batch in data:
+        train_steps(model, optimizer, [batch])
+        with zeroshard.gathered(model, write_rank=1), torch.no_grad():
+            model.head.weight.mul_(0.9)
+
+
+def load_weights(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    with zeroshard.gathered(model):
+        start = copy.deepcopy(model.state_dict())
+    for batch in data:
+        train_steps(model, optimizer, [batch])
+    with zeroshard.gathered(model, write_rank=0):
+        model.load_state_dict({name: value + 0.01 for name, value in start.items()})
+    train_steps(model, optimizer, data)
+
+
+def average(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    ema = zeroshard.EMA(model, 0.5)
+    for batch in data:
+        train_steps(model, optimizer, [batch])
+        ema.update()
+        with ema.swapped(), torch.no_grad():
+            averaged = net_loss(model, data[0]).item()
+        with torch.no_grad():
+            assert net_loss(model, data[0]).item() != averaged
+    ema.copy_to_model()
+
+
+def evaluate_between(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for batch in data:
+        with torch.no_grad():
+            net_loss(model, batch)
+        (net_loss(model, batch) + net_loss(model, batch)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            net_loss(model, batch)
+        optimizer.zero_grad()
+
+
+def move_states(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for batch in data:
+        train_steps(model, optimizer, [batch])
+        zeroshard.offload_states(model)
+        assert zeroshard.report(model).total.now == 0
+        zeroshard.reload_states(model)
+
+
+def recompute(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    zeroshard.checkpoint_activations(model, ["blocks.*"])
+    train_steps(model, optimizer, data)
+
+
+def raise_in_step(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    train_steps(model, optimizer, data)
+    handle = optimizer.inner.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_steps(model, optimizer, data)
+    handle.remove()
+    train_steps(model, optimizer, data)
+
+
+HABITS = [train_steps, accumulate, edit, load_weights, average, evaluate_between, move_states, recompute, raise_in_step]
+OPTIONS = [{}, {"precision": "bf16", "offload": "host"}]
+
+
+def run_habit(rank: int, model: nn.Module, habit: Any, make: Any, options: dict[str, Any]):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = copy.deepcopy(model)
+    model, optimizer = zeroshard.shard(model, make(model), mesh=mesh, stage=3, **options)
+    habit(model, optimizer, [split(batch, rank, 4) for batch in batches(4)])
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["fp32", "bf16, host"])
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_of_loops_give_the_bits_of_a_hybrid_mesh(habit: Any, options: dict[str, Any]) -> None:
+    model = make_net()
+    wanted = run_threads(4, run_habit, model, habit, adam, options)[0]
+    for partition in PARTITIONS:
+        for found in run_threads(4, run_habit, model, habit, adam, {**options, "partition": partition}):
+            assert_close(found, wanted, 0)
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return Lamb(model.parameters())
+
+
+def adam_of_a_half(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of some parameters; the others are frozen or have none."""
+    model.embedding.requires_grad_(False)
+    return torch.optim.Adam(model.blocks[1:].parameters(), lr=1e-2)
+
+
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    parts = model.blocks, nn.ModuleList([model.embedding, model.head])
+    return [torch.optim.Adam(parts[0].parameters(), lr=1e-2), torch.optim.SGD(parts[1].parameters(), lr=0.1)]
+
+
+def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
+    for number, batch in enumerate(data):
+        net_loss(model, batch).backward()
+        optimizers[number % 2].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("make", "habit"), [(lamb, train_steps), (adam_of_a_half, train_steps), (two, step_in_turns)])
+def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit: Any) -> None:
+    model = make_net()
+    wanted = run_threads(4, run_habit, model, habit, make, {})[0]
+    for partition in PARTITIONS:
+        for found in run_threads(4, run_habit, model, habit, make, {"partition": partition}):
+            assert_close(found, wanted, 0)
+
+
+def test_gradients_are_clipped_by_the_plain_norm() -> None:
+    model = make_net()
+    wanted = run_threads(4, train, model, (2, 2), {"stage": 3}, 0.5)[0]
+    for partition in PARTITIONS:
+        for parameters, norms in run_threads(4, train, model, (2, 2), {"stage": 3, "partition": partition}, 0.5):
+            assert norms == pytest.approx(wanted[1], rel=1e-6)
+            assert_close(parameters, wanted[0], 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+LAYOUTS: dict[str, tuple[int, tuple[int, ...] | None, dict[str, Any]]] = {
+    "two ranks": (2, None, {"stage": 2}),
+    "hybrid": (4, (2, 2), {"stage": 3}),
+    "full": (4, (2, 2), {"stage": 3, "partition": "full"}),
+    "hierarchical": (4, (2, 2), {"stage": 3, "partition": "hierarchical"}),
+    "six ranks": (6, (3, 2), {"stage": 3, "partition": "hierarchical"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "there"), [("hierarchical", there) for there in LAYOUTS] + [(here, "hierarchical") for here in LAYOUTS]
+)
+def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> None:
+    model = make_net()
+
+    def body(rank: int, layout: str, is_saved: bool):
+        world, shape, options = LAYOUTS[layout]
+        mesh = None if shape is None else init_device_mesh("cpu", shape)
+        ours = copy.deepcopy(model)
+        ours, optimizer = zeroshard.shard(ours, adam(ours), mesh=mesh, **options)
+        train_steps(ours, optimizer, [split(batch, rank, world) for batch in batches(2, seed=int(is_saved))])
+        if is_saved:
+            zeroshard.save(tmp_path / "saved", ours, optimizer)
+        else:
+            zeroshard.load(tmp_path / "saved", ours, optimizer)
+        with torch.no_grad():
+            loss = net_loss(ours, batches(1)[0]).item()
+        return full_parameters(ours), copy.deepcopy(optimizer.state_dict()["state"]), loss
+
+    wanted = run_threads(LAYOUTS[here][0], body, here, True)[0]
+    for parameters, states, loss in run_threads(LAYOUTS[there][0], body, there, False):
+        assert_close(parameters, wanted[0], 0)
+        torch.testing.assert_close(states, wanted[1], rtol=0, atol=0)
+        assert loss == wanted[2]
+
+
+# ---------------------------------------------------------------------------------------------------- memory and bytes
+
+
+def gpt_report(rank: int, shape: tuple[int, ...], options: dict[str, Any], backwards: int = 1):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {"precision": "bf16", "init_fn": lambda module: None, **options}  # zeros do: no number is looked at
+    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            model(tokens, tokens).backward()
+        optimizer.step()
+    return zeroshard.report(model)
+
+
+# partition, backwards a step: bytes of states by parameter; Ψ gathered inside and between, reduced inside and between
+ROWS = [
+    ("full", 1, 14 / 4, (2, 2 / 2, 1, 1 / 2)),
+    ("hierarchical", 1, 14 / 4 + 2 / 2, (2, 1 / 2, 1, 1 / 2)),
+    ("hierarchical", 3, 14 / 4 + 2 / 2, (6, 1 / 2, 3, 3 / 2)),
+]
+
+
+@pytest.mark.parametrize(("partition", "backwards", "states", "traffic"), ROWS)
+def test_memory_and_bytes_by_axis_are_the_formula(partition: str, backwards: int, states: float, traffic) -> None:
+    psi = CONFIG.parameters
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    options = {"stage": 3, "partition": partition}
+    foretold = predict_memory(model, ranks=4, replicas=2, precision="bf16", **options).state_bytes
+    kinds = ("all-gather", "all-gather between replicas", "reduce-scatter", "reduce-scatter between replicas")
+    for report in run_threads(4, gpt_report, (2, 2), options, backwards):
+        assert states * psi <= report.states < states * psi * 1.01
+        assert 0 <= report.states - foretold < 100  # step counts
+        for kind, times in zip(kinds, traffic, strict=True):
+            assert times * 2 * psi <= report.collectives[kind].bytes < times * 2 * psi * 1.01, kind
+
+
+def test_what_cannot_be_partitioned_so_is_an_error() -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(
+            ValueError, match=r"inner axis of the mesh, which has one rank: use stage=2, or partition='f"
+        ):
+            zeroshard.shard(make_net(), mesh=init_device_mesh("cpu", (4, 1)), partition="hierarchical")
+        with pytest.raises(ValueError, match=r"keeps parameters on the device.*use partition='full' to offload them"):
+            offload = {"optimizer": "host", "parameters": "host"}
+            model = make_net()
+            mesh = init_device_mesh("cpu", (2, 2))
+            zeroshard.shard(model, adam(model), mesh=mesh, partition="hierarchical", offload=offload, stage=3)
+        with pytest.raises(ValueError, match="partition must be one of 'hybrid', 'hierarchical', 'full', got 'inner'"):
+            zeroshard.shard(make_net(), partition="inner")
+
+    run_threads(4, body)
