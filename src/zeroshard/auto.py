@@ -43,7 +43,7 @@ def shard(
     It is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed if the model is already
     parallelized over ``mesh["tensor"]``. The ranks of one tensor axis must get the same data.
 
-    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether to call
+    ``stage="auto"``, ``partition="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether to call
     :func:`zeroshard.checkpoint_activations`) let the planner choose the fastest options that fit in the free memory;
     :func:`report` says why. ``inputs`` is an example of the arguments of one forward; known language models need none.
     ``planning`` describes the loop and the machine, with the fields of
@@ -80,11 +80,11 @@ def shard(
         needs_whole: list[bool],
     ) -> ChosenConfig:
         replicas, shard_size, tensor = mesh_sizes
-        topology = JobTopology(device, shard_size * tensor, tensor, replicas)
+        topology = JobTopology(device, replicas * shard_size * tensor, tensor, replicas)
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-        decision = choose_for_shard(
-            model, optimizer, inputs, planning, topology, consistency, needs_whole, checkpoint=checkpoint, **options
-        )
+        partition = "auto" if "partition" in left_to_plan else config.partition
+        asked = {**options, "partition": partition, "checkpoint": checkpoint}
+        decision = choose_for_shard(model, optimizer, inputs, planning, topology, consistency, needs_whole, **asked)
         chosen = {name: value for name, value in decision.strategy.shard_options.items() if name in left_to_plan}
         checkpointing = decision.apply_checkpointing if "checkpoint" in left_to_plan else None
         return ChosenConfig(replace(config, **chosen), decision.reason, checkpointing)
@@ -102,7 +102,9 @@ def _auto_options(
             "zeroshard.checkpoint_activations"
         )
     given = {**options, "checkpoint": checkpoint}
-    wanted = [name for name in ("stage", "offload", "checkpoint") if given.get(name) == "auto"]
+    if given.get("stage") == "auto":
+        given.setdefault("partition", "auto")
+    wanted = [name for name in ("stage", "partition", "offload", "checkpoint") if given.get(name) == "auto"]
     if not wanted and (inputs is not None or planning is not None):
         what = "inputs" if inputs is not None else "planning"
         raise ValueError(f"{what} is for planning, and nothing is left to a plan: give stage='auto', or leave it out")

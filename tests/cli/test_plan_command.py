@@ -226,7 +226,8 @@ def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[st
     assert run("tiny", "--devices", "2", "--stage", "2", "--json", "-", *QUICK) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["plans"][0]["choice"] == {
-        "stage": 2, "tensor": 1, "checkpoint": "none", "offload": None, "micro_batch": 1, "accumulate": 4
+        "stage": 2, "replicas": 1, "partition": "hybrid", "tensor": 1, "checkpoint": "none", "offload": None,
+        "micro_batch": 1, "accumulate": 4,
     }  # fmt: skip
     assert "1,071,872 parameters" in err
 

@@ -492,7 +492,30 @@ def test_a_mesh_is_planned_with_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
     chosen = run_threads(4, body)
     assert len(set(chosen)) == 1 and "tensor 2" in chosen[0]
-    assert (asked[0]["devices"], asked[0]["tensor"], asked[0]["batch"]) == (2, 2, 4)  # replicas hold no less
+    assert [asked[0][name] for name in ("devices", "tensor", "replicas", "batch")] == [4, 2, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [({}, ["hybrid", "hierarchical", "full"]), ({"partition": "full"}, ["full"])]
+)
+def test_a_mesh_of_two_data_axes_is_planned_with_every_partition_that_is_open(
+    given: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(auto, "plan", lambda *args, **kwargs: tried.append(plan(*args, **kwargs)) or tried[-1])
+    model = gpt()
+
+    def body(rank: int) -> str:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2, 2))
+        options = {"stage": "auto", "inputs": (TOKENS, TOKENS), **given}
+        mine, optimizer = zeroshard.shard(mine, adam(mine), mesh=mesh, **options)
+        mine(TOKENS, TOKENS).backward()
+        optimizer.step()
+        return mine._zeroshard.engine.context.config.partition
+
+    chosen = run_threads(4, body)
+    assert len(set(chosen)) == 1 and chosen[0] in wanted
+    assert {candidate.strategy.partition for candidate in tried[0].candidates} == set(wanted)
 
 
 def test_an_example_is_taken_as_it_is() -> None:

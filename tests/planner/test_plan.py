@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_threads
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.config.config import Config
@@ -57,14 +58,20 @@ def replayed(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (3, 2)])
-def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "partition"),
+    [(2, 1, None), (3, 2, None), (4, 2, "hybrid"), (4, 2, "hierarchical"), (4, 1, "full")],
+)
+def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: int, partition: str | None) -> None:
     config = GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=16)
+    replicas = 1 if partition is None else 2
+    options = {"stage": stage, "partition": partition or "hybrid"}
 
     def train(rank: int) -> dict[str, int]:
         torch.manual_seed(0)
         model = GPT(config)
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+        mesh = None if partition is None else init_device_mesh("cpu", (replicas, ranks // replicas))
+        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, **options)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):
             for _ in range(accumulate):
@@ -77,12 +84,47 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
     model = GPT(config)
     machine = Machine.resolve("cpu")
     work = TraceCost.from_trace(trace_model(model, micro_batch=2, device_kind="cpu"), machine)
-    held = state_sizes(model, Config(stage=stage), ranks=ranks, on_gpu=False)
-    foretold = step_time(work, held, machine, StepConditions(ranks=ranks, accumulate=accumulate)).traffic
+    held = state_sizes(model, Config(**options), ranks=ranks // replicas, replicas=replicas, on_gpu=False)
+    conditions = StepConditions(ranks=ranks, replicas=replicas, accumulate=accumulate)
+    foretold = step_time(work, held, machine, conditions).traffic
     for measured in run_threads(ranks, train):
         assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
-            measured, rel=0.002
+            measured, rel=0.002, abs=300
         )  # flags
+
+
+def test_a_slow_link_between_nodes_is_crossed_once_a_step() -> None:
+    """Of 3Ψ between nodes for each backward, a hierarchical partition leaves one gather and the reductions."""
+
+    def best(outside: float, **options: Any) -> Strategy:
+        machine = replace(NODE, outside=Link(bandwidth=outside, latency=0), inside=Link(bandwidth=200e9, latency=0))
+        options = {"checkpoint": "none", "offload": None, "tensor": 1, "stage": 3, "batch": 128, **options}
+        found = plan(gpt(), devices=16, machine=machine, micro_batch=2, **options).best
+        assert found is not None
+        return found.strategy
+
+    slow = best(1e8)
+    assert (slow.replicas, slow.partition, slow.accumulate) == (4, "hierarchical", 4)
+    assert (best(1e13).replicas, best(1e8, replicas=1).replicas) == (1, 1)
+    assert best(1e8, replicas=2, partition="full").partition == "full"
+    with pytest.raises(ValueError, match="16 data-parallel ranks cannot be divided into 3 replicas"):
+        best(1e8, replicas=3)
+    with pytest.raises(ValueError, match="partition must be one of hybrid, hierarchical, full, got 'node'"):
+        best(1e8, partition="node")
+
+
+def test_a_plan_has_no_partition_that_shard_rejects() -> None:
+    """Stage 3 keeps inner shards on the device, and needs an inner axis of several ranks."""
+    options: dict[str, Any] = {"devices": 8, "machine": NODE, "batch": 16, "checkpoint": "none", "tensor": 1}
+    found = plan(gpt(), partition="hierarchical", replicas=2, **options).candidates
+    assert {candidate.strategy.partition for candidate in found} == {"hierarchical"}
+    offloads = [candidate.strategy.offload for candidate in found if candidate.strategy.stage == 3]
+    assert any(offload is not None for offload in offloads)
+    assert not any(offload is not None and offload.parameters for offload in offloads)
+    found = plan(gpt(), partition="hierarchical", replicas=8, **options).candidates
+    assert {candidate.strategy.stage for candidate in found} == {0, 1, 2}
+    with pytest.raises(ValueError, match="no strategy of this search supports partition='hierarchical'"):
+        plan(gpt(), partition="hierarchical", replicas=8, stage=3, **options)
 
 
 def test_one_device_communicates_nothing() -> None:

@@ -38,9 +38,8 @@ def test_the_fullest_of_64_owners_of_gpt_7_6b() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=36, heads=32, width=4096))  # the preset 7.6b
     width, layers = 4096, 36
-    (found,) = zeroshard.plan(
-        model, devices=64, machine="h100", optimizer="muon", stage=3, tensor=1, checkpoint="none", micro_batch=4
-    ).candidates
+    chosen = {"stage": 3, "tensor": 1, "replicas": 1, "checkpoint": "none", "micro_batch": 4}
+    (found,) = zeroshard.plan(model, devices=64, machine="h100", optimizer="muon", **chosen).candidates
     loads = found.owner_loads
     assert loads is not None
     assert sum(loads.elements) == layers * 12 * width**2

@@ -88,6 +88,18 @@ def _parser() -> argparse.ArgumentParser:
         "--tensor", type=_positive_ints, metavar="T[,T…]", help="tensor-parallel degrees; default: all that may help"
     )
     group.add_argument(
+        "--replicas",
+        type=_positive_ints,
+        metavar="R[,R…]",
+        help="rows of a 2-D mesh of the data-parallel ranks; default: 1, and the number of nodes",
+    )
+    group.add_argument(
+        "--partition",
+        type=lambda text: text.split(","),
+        metavar="WAY[,WAY…]",
+        help="how such a mesh divides the states: hybrid, hierarchical, full; default: all that may help",
+    )
+    group.add_argument(
         "--checkpoint",
         type=lambda text: text.split(","),
         metavar="MODE[,MODE…]",
@@ -179,7 +191,7 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
         raise ValueError(f"--offload {tier} is not possible on a CPU, whose memory is the host's: leave it out")
     constraints: dict[str, Any] = {
         name: value
-        for name in ("batch", "micro_batch", "sequence", "stage", "tensor", "checkpoint")
+        for name in ("batch", "micro_batch", "sequence", "stage", "tensor", "replicas", "partition", "checkpoint")
         if (value := getattr(options, name)) is not None
     }
     constraints["offload"] = None if options.offload == "none" else "every"

@@ -92,8 +92,8 @@ def summary_rows(plans: Plans) -> list[Plan]:
     """Return the most informative rows.
 
     For the chosen tensor degree, each stage has the best plan without offload or recomputation, the best without
-    offload, and the best overall. The chosen stage also has the best plan of each checkpoint mode and offload. Other
-    tensor degrees have their best plan.
+    offload, and the best overall. The chosen stage also has the best plan of each checkpoint mode, offload and mesh.
+    Other tensor degrees have their best plan.
     """
     rows, chosen = plans.best_per_strategy(), plans.best_or_smallest
     shown = [chosen]
@@ -108,6 +108,9 @@ def summary_rows(plans: Plans) -> list[Plan]:
         shown.append(best_of([plan for plan in chosen_stage if plan.strategy.checkpoint == checkpoint]))
     for offload in {plan.strategy.offload_summary: None for plan in chosen_stage}:
         shown.append(best_of([plan for plan in chosen_stage if plan.strategy.offload_summary == offload]))
+    for mesh in {(plan.strategy.replicas, plan.strategy.partition): None for plan in chosen_stage}:
+        same_mesh = [plan for plan in chosen_stage if (plan.strategy.replicas, plan.strategy.partition) == mesh]
+        shown.append(best_of(same_mesh))
     for tensor in sorted({plan.strategy.tensor for plan in rows} - {chosen.strategy.tensor}):
         shown.append(best_of([plan for plan in rows if plan.strategy.tensor == tensor]))
     return list({id(plan): plan for plan in shown}.values())
@@ -174,6 +177,7 @@ def short_label(strategy: Strategy) -> str:
     """
     parts = [f"stage {strategy.stage}"]
     parts += [f"tensor {strategy.tensor}"] if strategy.tensor > 1 else []
+    parts += [f"{strategy.partition} {strategy.replicas}×"] if strategy.replicas > 1 else []
     if strategy.checkpoint != "none":
         parts.append("recompute (host)" if strategy.checkpoint == "host" else "recompute")
     parts += [_short_offload(strategy)] if strategy.offload is not None else []
@@ -197,7 +201,7 @@ def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> li
     strategy, host = plan.strategy, plan.node_bytes["host"]
     return [
         CHOSEN_MARK if chosen else "",
-        str(strategy.stage),
+        str(strategy.stage) + (f" {strategy.partition}" if strategy.replicas > 1 else ""),
         str(strategy.tensor) if strategy.tensor > 1 else "-",
         CHECKPOINT_LABELS[strategy.checkpoint],
         "-" if strategy.offload is None else _short_offload(strategy),
@@ -239,6 +243,8 @@ def train_command(
     args += ["--stage", str(strategy.stage)]
     if strategy.tensor > 1:
         args += ["--tensor", str(strategy.tensor)]
+    if strategy.replicas > 1:
+        args += ["--replicas", str(strategy.replicas), "--partition", strategy.partition]
     if strategy.checkpoint != "none":
         args.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
     args += _offload_flags(strategy.offload)
@@ -282,10 +288,16 @@ def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: 
     zeroshard.checkpoint_activations(model, offload=True)
     """
     lines, options = [], [f"stage={strategy.stage}"]
-    if strategy.tensor > 1:
-        shape = f"({devices // strategy.tensor}, {strategy.tensor})"
-        lines.append(f'mesh = init_device_mesh("{machine.kind}", {shape}, mesh_dim_names=("shard", "tensor"))')
+    if strategy.tensor > 1 or strategy.replicas > 1:
+        shard_ranks = devices // strategy.tensor // strategy.replicas
+        sizes = {"replicate": strategy.replicas, "shard": shard_ranks, "tensor": strategy.tensor}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        names = ", ".join(f'"{name}"' for name in axes)
+        shape = f"({', '.join(map(str, axes.values()))})"
+        lines.append(f'mesh = init_device_mesh("{machine.kind}", {shape}, mesh_dim_names=({names}))')
         options.insert(0, "mesh=mesh")
+    if strategy.partition != "hybrid":
+        options.append(f'partition="{strategy.partition}"')
     if precision not in (None, "fp32"):
         options.append(f'precision="{precision}"')
     if strategy.offload is not None:

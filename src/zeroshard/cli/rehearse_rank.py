@@ -480,12 +480,18 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     if placement.parameters and len(trained) < len(_flats(engine)):
         return {}
     gathers, reductions = placement.collectives_per_step(backwards)
-    traffic: dict[str, int] = {}
+    gathered_bytes, traffic = 0, dict[str, int]()
     if comm.shard_axis.size > 1:
         gathered = _flats(engine) if placement.parameters else trained
-        traffic["all-gather"] = gathers * sum(flat.layout.numel * flat.dtype.itemsize for flat in gathered)
+        gathered_bytes = sum(flat.layout.numel * flat.dtype.itemsize for flat in gathered)
+        traffic["all-gather"] = gathers * gathered_bytes
         reduced = sum(flat.layout.numel * flat.spec.reduce_dtype.itemsize for flat in trained)
         traffic["reduce-scatter"] = reductions * reduced
+    if comm.shard_axis.factors is not None:  # [Note: two hops]
+        inner = comm.shard_axis.factors[1].size
+        gathers = 1 if placement.keeps_inner_shards else gathers
+        traffic["all-gather between replicas"] = gathers * gathered_bytes // inner
+        traffic["reduce-scatter between replicas"] = traffic["reduce-scatter"] // inner
     if comm.replicate_axes:
         shards = sum(flat.layout.shard_numel * flat.spec.reduce_dtype.itemsize for flat in trained)
         traffic["all-reduce"] = 2 * len(comm.replicate_axes) * reductions * shards

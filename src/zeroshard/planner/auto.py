@@ -145,11 +145,11 @@ class JobTopology:
 
     device: torch.device
     ranks: int
-    """Number of ranks that share the states, times ``tensor``."""
+    """All ranks of the mesh."""
     tensor: int = 1
     """Tensor-parallel degree."""
     replicas: int = 1
-    """Number of groups of ``ranks`` with the same states."""
+    """Size of the outer data axis."""
 
 
 def choose_plan(
@@ -214,6 +214,8 @@ def choose_plan_for_machine(
         arguments["offload"] = [offload]
     if arguments["stage"] == AUTO:
         arguments["stage"] = _supported_stages(topology, None if offload == AUTO else Offload.from_option(offload))
+    if arguments.get("partition") == AUTO:
+        arguments["partition"] = None
     arguments = {"tensor": topology.tensor, "replicas": topology.replicas, **arguments}
 
     def make_plans(**changes: Any) -> Plans:
@@ -326,7 +328,8 @@ def _supported_stages(topology: JobTopology, offload: Offload | None) -> list[in
     stages = []
     for stage in STAGES:
         try:
-            Placement.from_stage(stage, topology.ranks // topology.tensor, offload, topology.replicas)
+            ranks = topology.ranks // topology.tensor // topology.replicas
+            Placement.from_stage(stage, ranks, offload, topology.replicas)
         except ValueError:
             continue
         stages.append(stage)

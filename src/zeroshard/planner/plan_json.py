@@ -9,12 +9,12 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
     machine                           as in a machine's JSON file
     versions                          of zeroshard, torch and Python
     best                              index of the chosen plan in "plans", or null
-    rows                              indices of the best plan of each stage, tensor degree, offload and
-                                      checkpoint mode
+    rows                              indices of the best plan of each stage, mesh, offload and checkpoint mode
     plans                             every plan that was evaluated, each:
         words                         the strategy in one line
-        choice                        stage, tensor, checkpoint, offload (fractions by kind and tier, or null),
-                                      micro_batch (samples per data-parallel rank and backward), accumulate
+        choice                        stage, replicas, partition, tensor, checkpoint, offload (fractions by kind and
+                                      tier, or null), micro_batch (samples per data-parallel rank and backward),
+                                      accumulate
         fits, lacks                   whether it fits, and which memory is too small
         memory                        what a device needs: peak, the allocator's overhead and the runtime's context
         states                        on the device after a backward, by kind of state

@@ -176,8 +176,8 @@ class Plans:
         ]
 
     def fastest_per_strategy(self) -> list[Plan]:
-        """Return the plan with the fastest micro-batch for each stage, tensor degree, offload and checkpoint mode."""
-        groups: dict[tuple[int, int, str, str], list[Plan]] = {}
+        """Return the plan with the fastest micro-batch for each strategy."""
+        groups: dict[Any, list[Plan]] = {}
         for plan in self.candidates:
             groups.setdefault(plan.strategy.key, []).append(plan)
         return [fastest_or_smallest(group) for group in groups.values()]
@@ -200,6 +200,7 @@ def plan(
     sequence: int | None = None,
     loss: LossFn = None,
     stage: int | Sequence[int] = (0, 1, 2, 3),
+    partition: str | Sequence[str] | None = None,
     tensor: int | Sequence[int] | None = None,
     checkpoint: CheckpointMode | Sequence[CheckpointMode] = CHECKPOINT_MODES,
     offload: Any = "every",
@@ -208,7 +209,7 @@ def plan(
     one_pass: bool = True,
     scratch: float = 0.0,
     clip: bool = True,
-    replicas: int = 1,
+    replicas: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Plans:
     """Predict the memory and step time of training a model on ``devices`` for every strategy, and choose the best.
@@ -220,13 +221,13 @@ def plan(
     overrides the memory of each device.
 
     ``batch`` is the batch size of a step over all devices; without it, each plan uses its fastest micro-batch.
-    ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` restrict the search, each to one value or
+    ``stage``, ``tensor``, ``checkpoint``, ``offload``, ``micro_batch``, ``replicas`` (rows of a 2-D mesh; by default
+    one, or as many as there are nodes) and ``partition`` (of such a mesh) restrict the search, each to one value or
     several. ``optimizer`` is "adamw" or "muon": Muon for the matrices of blocks, AdamW for the rest; or what is updated
     as a whole, by name, from :func:`zeroshard.planner.find_whole_params`. Offload and Muon are not planned together.
     ``optimizer_states`` is the number of state values per element that AdamW, or another optimizer in its place, keeps.
     ``one_pass``: if there are 2, it is torch's fused Adam or AdamW, which a GPU updates in one pass. ``scratch`` is the
-    temporary memory of its kernels, in bytes per element. ``replicas`` is the number of groups of ``devices`` with the
-    same states, on a 2D mesh; the time of all-reduces between replicas is not counted. ``options`` are those of
+    temporary memory of its kernels, in bytes per element. ``options`` are those of
     :func:`zeroshard.shard`.
 
     >>> import torch
@@ -238,7 +239,6 @@ def plan(
     """
     for name, value, least in (
         ("devices", devices, 1),
-        ("replicas", replicas, 1),
         ("optimizer_states", optimizer_states, 0),
     ):
         if type(value) is not int or value < least:
@@ -257,6 +257,8 @@ def plan(
         batch=batch,
         micro_batches=_as_tuple(micro_batch),
         stages=_as_tuple(stage) or (),
+        partitions=_as_tuple(partition),
+        replicas=_as_tuple(replicas),
         tensors=_as_tuple(tensor),
         checkpoints=_as_tuple(checkpoint) or (),
         offloads=offload,
@@ -269,7 +271,6 @@ def plan(
         optimizer_states=optimizer_states,
         has_fused_adam=one_pass,
         scratch_bytes_per_element=scratch,
-        replicas=replicas,
         whole=whole,
     )
     traced_model = TracedModel(model, loop, **options)
@@ -297,6 +298,9 @@ def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, spa
         raise ValueError(
             f"batch {space.batch} cannot be divided over {devices} devices: it must be a multiple of the data-parallel "
             f"ranks ({devices} / tensor degree) times the micro-batch"
+            if space.partitions != ("hierarchical",)
+            else "no strategy of this search supports partition='hierarchical': in stage 3, the inner axis of the mesh "
+            "must have several ranks, parameters cannot be offloaded, and the batch must be a multiple of the ranks"
         )
     name, precision = type(traced_model.model).__name__, traced_model.options["precision"]
     return Plans(name, traced_model.parameters, devices, machine, precision, candidates, traced_model)

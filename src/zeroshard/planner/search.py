@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+from zeroshard.config.config import PARTITIONS
 from zeroshard.config.offload import Offload
 from zeroshard.planner.footprint import device_bytes_needed
 from zeroshard.planner.machines.machine import Machine
@@ -29,6 +31,10 @@ class SearchSpace:
     micro_batches: Sequence[int] | None = None
     """None: all divisors of the batch, or powers of two for as long as they fit."""
     stages: Sequence[int] = STAGES
+    replicas: Sequence[int] | None = None
+    """Sizes of the outer axis of a 2-D mesh. None: 1, and the number of nodes."""
+    partitions: Sequence[str] | None = None
+    """How such a mesh divides the states. None: all ways that differ from those without it."""
     tensors: Sequence[int] | None = None
     """None: all degrees that divide the model and the devices of a node."""
     checkpoints: Sequence[CheckpointMode] = CHECKPOINT_MODES
@@ -36,12 +42,19 @@ class SearchSpace:
     """The ``offload`` option of :func:`zeroshard.shard`, a list of them, or "every"."""
 
     def __post_init__(self) -> None:
-        for name, values in (("batch", (self.batch,)), ("micro_batch", self.micro_batches), ("tensor", self.tensors)):
+        for name, values in (
+            ("batch", (self.batch,)),
+            ("micro_batch", self.micro_batches),
+            ("tensor", self.tensors),
+            ("replicas", self.replicas),
+        ):
             for value in values or ():
                 if value is not None and (type(value) is not int or value < 1):
                     raise ValueError(f"{name} must be a positive integer, got {value!r}")
         given = {
             "stage": self.stages,
+            "partition": self.partitions,
+            "replicas": self.replicas,
             "tensor": self.tensors,
             "checkpoint": self.checkpoints,
             "micro_batch": self.micro_batches,
@@ -53,6 +66,9 @@ class SearchSpace:
         for stage in self.stages:
             if stage not in STAGES:
                 raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
+        for partition in self.partitions or ():
+            if partition not in PARTITIONS:
+                raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
         for checkpoint in self.checkpoints:
             if checkpoint not in CHECKPOINT_MODES:
                 raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, got {checkpoint!r}")
@@ -79,11 +95,39 @@ def candidate_strategies(
                     if stage == space.stages[-1]:
                         raise
                     continue  # a higher stage may support it
-                for checkpoint in checkpoints:
+                plain = Strategy(stage=stage, tensor=tensor, offload=offload)
+                for base, checkpoint in product(_with_meshes(plain, devices, machine, space), checkpoints):
                     if checkpoint == "host" and machine.is_cpu and len(checkpoints) > 1:
                         continue  # the host is the device: no memory is saved
-                    base = Strategy(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
-                    yield from _with_batches(base, devices // tensor, space, can_fit)
+                    yield from _with_batches(replace(base, checkpoint=checkpoint), devices // tensor, space, can_fit)
+
+
+def _with_meshes(plain: Strategy, devices: int, machine: Machine, space: SearchSpace) -> Iterator[Strategy]:
+    """Yield the strategy on one axis of data-parallel ranks, and on the 2-D meshes that may be better."""
+    nodes, data_ranks = -(-devices // machine.devices), devices // plain.tensor
+    for replicas in space.replicas or dict.fromkeys((1, nodes)):
+        if data_ranks % replicas:
+            if space.replicas is None:
+                continue
+            raise ValueError(f"{data_ranks} data-parallel ranks cannot be divided into {replicas} replicas")
+        for partition in _partitions(plain, replicas, data_ranks // replicas, space):
+            yield replace(plain, replicas=replicas, partition=partition)
+
+
+def _partitions(plain: Strategy, replicas: int, inner_ranks: int, space: SearchSpace) -> Sequence[str]:
+    """Return the partitions of a mesh that the strategy supports and that differ."""
+    if replicas == 1:
+        return (space.partitions or PARTITIONS)[:1]
+    partitions = space.partitions
+    if partitions is None and plain.stage == 0:  # nothing is partitioned
+        return PARTITIONS[:1] if space.replicas else ()
+    if partitions is None:
+        partitions = PARTITIONS if space.replicas else ("hybrid", "hierarchical")
+        partitions = partitions if plain.stage == 3 else [name for name in partitions if name != "hierarchical"]
+    has_offloaded_params = plain.offload is not None and bool(plain.offload.parameters)
+    if plain.stage == 3 and (inner_ranks == 1 or has_offloaded_params):  # shard() would raise
+        return [name for name in partitions if name != "hierarchical"]
+    return partitions
 
 
 def _tensor_degrees(

@@ -58,6 +58,7 @@ def predict_memory(
     *,
     ranks: int,
     tensor: int = 1,
+    replicas: int = 1,
     optimizer: str = "adamw",
     optimizer_states: int = 2,
     on_gpu: bool = True,
@@ -65,12 +66,13 @@ def predict_memory(
 ) -> PredictedMemory:
     """Predict the memory of each of ``ranks`` after :func:`zeroshard.shard` with ``options``.
 
-    ``tensor`` is the tensor-parallel degree; if it does not divide a layer evenly, the result is for the first rank,
-    which holds the most. The model may be on the meta device. ``optimizer`` is "adamw" or "muon", which is Muon for the
-    matrices of blocks and AdamW for the rest; then the result is for the rank that owns the most. ``optimizer_states``
-    is the number of values that AdamW, or another optimizer in its place, keeps per element: 1 for SGD with momentum.
-    ``on_gpu=False``: the ranks use gloo, which needs buffers to receive gradients in. Every parameter that requires a
-    gradient is assumed to be trained; without Muon by one of torch's optimizers, which are stepped slice by slice: see
+    ``replicas`` is the size of the outer axis of a 2-D mesh of data-parallel ranks. ``tensor`` is the tensor-parallel
+    degree; if it does not divide a layer evenly, the result is for the first rank, which holds the most. The model may
+    be on the meta device. ``optimizer`` is "adamw" or "muon", which is Muon for the matrices of blocks and AdamW for
+    the rest; then the result is for the rank that owns the most. ``optimizer_states`` is the number of values that
+    AdamW, or another optimizer in its place, keeps per element: 1 for SGD with momentum. ``on_gpu=False``: the ranks
+    use gloo, which needs buffers to receive gradients in. Every parameter that requires a gradient is assumed to be
+    trained; without Muon by one of torch's optimizers, which are stepped slice by slice: see
     :attr:`zeroshard.Config.bucket_size`.
 
     >>> with torch.device("meta"):
@@ -81,8 +83,9 @@ def predict_memory(
     sizes = state_sizes(
         model,
         Config(**options),
-        ranks=ranks,
+        ranks=ranks // replicas,
         tensor=tensor,
+        replicas=replicas,
         optimizer_states=optimizer_states,
         on_gpu=on_gpu,
         whole=find_whole_params(model, optimizer),
@@ -183,14 +186,24 @@ def state_sizes(
     With ``whole`` parameters, on the one that owns the most.
 
     ``unit_specs`` are the model's units, if known. There are ``replicas`` groups of ``ranks``; the ranks of a group
-    share the states. ``on_gpu=False``: they use gloo, see [Note: reduce-scatter over gloo]. ``has_fused_adam``: the
-    optimizer is an Adam that a GPU updates in one pass, see [Note: fused Adam in one pass].
+    share the states, or those of all groups (``Config.partition``). ``on_gpu=False``: they use gloo, see [Note:
+    reduce-scatter over gloo]. ``has_fused_adam``: the optimizer is an Adam that a GPU updates in one pass, see [Note:
+    fused Adam in one pass].
     """
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     data_ranks = ranks // tensor
-    placement = Placement.from_stage(config.stage, data_ranks, config.offload, replicas, config.needs_cast_on_gather)
-    shard_count = data_ranks if placement.optimizer else 1
+    has_two_hops = replicas > 1 and config.partition != "hybrid"
+    sharing_ranks = data_ranks * replicas if has_two_hops else data_ranks
+    placement = Placement.from_stage(
+        config.stage,
+        sharing_ranks,
+        config.offload,
+        1 if has_two_hops else replicas,
+        config.needs_cast_on_gather,
+        keeps_inner_shards=has_two_hops and config.partition == "hierarchical",
+    )
+    shard_count = sharing_ranks if placement.optimizer else 1
     unit_specs = plan_units(model, config.units, config.bucket_size) if unit_specs is None else unit_specs
     precision, numels = Precision(model, config), local_numels(model, tensor)
     params = {
@@ -206,6 +219,7 @@ def state_sizes(
         shard_count=shard_count,
         state_bytes_per_element=4 * optimizer_states,
         on_gpu=on_gpu,
+        inner_count=data_ranks if has_two_hops and placement.optimizer else 1,
     )
     flats = plan.flats
     owners = WholeOwners(flats, whole, shard_count, config.bucket_size) if whole else None
@@ -526,7 +540,7 @@ def count_states(
 
     for flat in flats:
         layout, tiers = flat.layout, flat.tier_placement
-        numel = 0 if flat.is_cast_from_master else layout.shard_numel if placement.parameters else layout.numel
+        numel = flat.param_numel if placement.parameters else layout.numel
         count("parameters", tiers.parameters, numel, flat.compute_dtype)
         if not flat.is_optimized:
             continue

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from zeroshard.planner.machines.collective_time import collective_seconds
 from zeroshard.planner.machines.machine import Machine
@@ -138,6 +139,8 @@ class StepConditions:
 
     ranks: int
     """All ranks of the job."""
+    replicas: int = 1
+    """Size of the outer axis of a 2-D mesh."""
     tensor: int = 1
     """Tensor-parallel degree."""
     accumulate: int = 1
@@ -175,6 +178,50 @@ class _Timelines:
     host_update: float = 0.0
 
 
+class _Hop(NamedTuple):
+    """A collective over one axis of the mesh."""
+
+    name: str  # as the report has it
+    kind: str
+    nbytes: float
+    ranks: int
+    stride: int
+
+
+class _Mesh:
+    """The data-parallel axes, and the time of collectives over them."""
+
+    def __init__(self, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> None:
+        self._sizes, self._machine, self._conditions = sizes, machine, conditions
+        self._known_seconds: dict[_Hop, float] = {}
+
+    def hops(self, kind: str, nbytes: float) -> list[_Hop]:
+        """Return what a data-parallel collective consists of, that inside the inner axis first."""
+        stride, replicas, outer_stride = (
+            self._conditions.tensor,
+            self._conditions.replicas,
+            self._conditions.ranks // self._conditions.replicas,
+        )
+        ranks = outer_stride // stride
+        inside = _Hop(kind, kind, nbytes, ranks, stride)
+        if replicas == 1:
+            return [inside]
+        if self._sizes.shard_count > ranks:  # [Note: two hops]
+            if kind == "all-to-all":
+                return [_Hop(kind, kind, nbytes, ranks * replicas, stride)]
+            return [inside, _Hop(f"{kind} between replicas", kind, nbytes / ranks, replicas, outer_stride)]
+        if kind == "reduce-scatter":
+            return [inside, _Hop("all-reduce", "all-reduce", nbytes / self._sizes.shard_count, replicas, outer_stride)]
+        return [inside, _Hop(kind, kind, nbytes, replicas, outer_stride)] if kind == "all-reduce" else [inside]
+
+    def seconds(self, hop: _Hop) -> float:
+        """Return how long a hop takes."""
+        if hop not in self._known_seconds:
+            _, kind, nbytes, ranks, stride = hop
+            self._known_seconds[hop] = collective_seconds(self._machine, kind, nbytes, ranks, stride)
+        return self._known_seconds[hop]
+
+
 class _StepSimulator:
     """All timelines of one rank."""
 
@@ -185,12 +232,13 @@ class _StepSimulator:
         self._unshard_order = UnshardOrder(cost.spans)
         self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self._traffic: dict[str, float] = {}
-        self._known_collective_seconds: dict[tuple[str, float], float] = {}  # over the data-parallel axis
+        self._mesh = _Mesh(sizes, machine, conditions)
         self._time = _Timelines()
         self._all_gather_done_at: dict[int, float] = {}  # units in all-gather → when they are unsharded
         self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
         # units updated by the last step → when their new values are on the device
         self._updated_params_at: dict[int, float] = {}
+        self._stale_inner_shards: set[int] = set()  # units: see [Note: inner shards]
 
     def simulate(self, accumulate: int) -> StepTime:
         """Simulate a step with ``accumulate`` backwards."""
@@ -301,12 +349,20 @@ class _StepSimulator:
             self._count_traffic("pcie", sizes.shard_bytes)
             ready = self._time.h2d
         ready += sizes.cast_bytes / self._machine.bandwidth
-        self._time.all_gather = self._schedule_collective(ready, "all-gather", sizes.full_bytes)
+        hops = self._mesh.hops("all-gather", sizes.full_bytes)
+        if self._sizes.placement.keeps_inner_shards and unit not in self._stale_inner_shards:
+            hops = hops[:1]
+        self._stale_inner_shards.discard(unit)
+        self._time.all_gather = self._schedule(ready, hops)
         self._all_gather_done_at[unit] = self._time.all_gather
 
     def _schedule_collective(self, ready: float, kind: str, nbytes: float) -> float:
-        """Return when a collective that can start at ``ready`` ends: all-gathers and reductions share the network."""
-        seconds = self._collective_seconds(kind, nbytes)
+        """Return when a collective that can start at ``ready`` ends, with all its hops."""
+        return self._schedule(ready, self._mesh.hops(kind, nbytes))
+
+    def _schedule(self, ready: float, hops: list[_Hop]) -> float:
+        """Return when hops that can start at ``ready`` end: all-gathers and reductions share the network."""
+        seconds = sum(map(self._hop_seconds, hops))
         if not seconds:
             return ready
         self._time.network = max(self._time.network, ready) + seconds
@@ -314,14 +370,14 @@ class _StepSimulator:
 
     def _collective_seconds(self, kind: str, nbytes: float) -> float:
         """Count the traffic of a data-parallel collective and return its seconds."""
-        if self._data_ranks == 1 or not nbytes:
+        return sum(map(self._hop_seconds, self._mesh.hops(kind, nbytes)))
+
+    def _hop_seconds(self, hop: _Hop) -> float:
+        """Count the traffic of a hop and return its seconds."""
+        if hop.ranks == 1 or not hop.nbytes:
             return 0.0
-        self._count_traffic(kind, nbytes * (2 if kind == "all-reduce" else 1))
-        seconds = self._known_collective_seconds.get((kind, nbytes))
-        if seconds is None:
-            seconds = collective_seconds(self._machine, kind, nbytes, self._data_ranks, self._conditions.tensor)
-            self._known_collective_seconds[kind, nbytes] = seconds
-        return seconds
+        self._count_traffic(hop.name, hop.nbytes * (2 if hop.kind == "all-reduce" else 1))
+        return self._mesh.seconds(hop)
 
     def _post_backward(self, unit: int, is_last: bool) -> None:
         """Reduce a unit's gradients during computation: pack them, or add them to the accumulated gradients first."""
@@ -372,6 +428,7 @@ class _StepSimulator:
         self._time.host += machine.unit
         self._wait_until("update", max(self._time.compute, self._time.host) + busy)
         self._updated_params_at.clear()
+        self._stale_inner_shards.update(i for i, unit in enumerate(sizes.units) if unit.trained_numel)
         self._update_offloaded()
         if sizes.shard_count > 1 and not sizes.placement.parameters:
             self._all_gather_params()

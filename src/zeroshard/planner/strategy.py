@@ -15,6 +15,10 @@ class Strategy:
 
     stage: int = 3
     """ZeRO stage, 0 to 3."""
+    replicas: int = 1
+    """Size of the outer axis of a 2-D mesh of data-parallel ranks."""
+    partition: str = "hybrid"
+    """How such a mesh divides the states: see :class:`zeroshard.Config`."""
     tensor: int = 1
     """Tensor-parallel degree."""
     checkpoint: CheckpointMode = "none"
@@ -29,17 +33,17 @@ class Strategy:
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """The options for :func:`zeroshard.shard`; the tensor degree is part of the mesh.
+        """The options for :func:`zeroshard.shard`; replicas and the tensor degree are part of the mesh.
 
         >>> Strategy(stage=2).shard_options
-        {'stage': 2, 'offload': None}
+        {'stage': 2, 'partition': 'hybrid', 'offload': None}
         """
-        return {"stage": self.stage, "offload": self.offload}
+        return {"stage": self.stage, "partition": self.partition, "offload": self.offload}
 
     @property
-    def key(self) -> tuple[int, int, str, str]:
+    def key(self) -> tuple[int, int, int, str, str, str]:
         """Identify the strategy without its batch sizes."""
-        return self.tensor, self.stage, self.offload_summary, self.checkpoint
+        return self.tensor, self.stage, self.replicas, self.partition, self.offload_summary, self.checkpoint
 
     @property
     def checkpoint_options(self) -> dict[str, Any] | None:
@@ -73,6 +77,8 @@ class Strategy:
         'stage 2, micro-batch 8'
         """
         parts = [f"stage {self.stage}"]
+        if self.replicas > 1:
+            parts.append(f"{self.partition} over {self.replicas} replicas")
         if self.tensor > 1:
             parts.append(f"tensor {self.tensor}")
         if self.checkpoint != "none":

@@ -57,8 +57,6 @@ class TrainingLoop:
     """Temporary memory of the optimizer's kernels."""
     whole: Mapping[str, WholeParamSpec] = field(default_factory=dict)
     """The parameters that are updated as a whole."""
-    replicas: int = 1
-    """Number of groups of ranks that have the same states."""
     partition_activations: bool = True
     """Each tensor-parallel rank keeps a shard of a recomputed block's input (P_a), not all of it."""
 
@@ -252,7 +250,8 @@ class TracedModel:
 
     def state_sizes(self, strategy: Strategy, ranks: int, on_gpu: bool) -> StateSizes:
         """Return the state sizes of a strategy on one rank."""
-        key = (strategy.stage, strategy.tensor, repr(strategy.offload), ranks, on_gpu)
+        mesh = strategy.replicas, strategy.partition, strategy.tensor
+        key = (strategy.stage, mesh, repr(strategy.offload), ranks, on_gpu)
         if key not in self._state_sizes:
             self._state_sizes[key] = self._compute_state_sizes(strategy, ranks, on_gpu)
         return self._state_sizes[key]
@@ -267,13 +266,13 @@ class TracedModel:
         return state_sizes(
             self.model,
             Config(**{**self.options, **strategy.shard_options}),
-            ranks=ranks,
+            ranks=ranks // strategy.replicas,
             tensor=strategy.tensor,
             optimizer_states=self.loop.optimizer_states,
             on_gpu=on_gpu,
             has_fused_adam=self.loop.has_fused_adam,
             unit_specs=self._unit_specs,
-            replicas=self.loop.replicas,
+            replicas=strategy.replicas,
             whole=self.loop.whole,
         )
 
@@ -312,6 +311,7 @@ class TracedModel:
         traced = self.trace_and_cost(strategy, machine)
         conditions = StepConditions(
             ranks=ranks,
+            replicas=strategy.replicas,
             tensor=strategy.tensor,
             accumulate=strategy.accumulate,
             prefetch=self._config.prefetch,

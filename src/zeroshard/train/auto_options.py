@@ -38,6 +38,7 @@ def resolve_auto(
     is_micro_batch_free = "micro-batch" in auto and options.training.accumulate is None
     constraints: dict[str, Any] = {
         "stage": AUTO if "stage" in auto else sharding.stage,
+        "partition": sharding.partition,
         "offload": AUTO if "offload" in auto else sharding.offload_config,
         "checkpoint": AUTO if "recompute" in auto else None,
         "micro_batch": None if is_micro_batch_free else batching.micro,
@@ -53,11 +54,11 @@ def resolve_auto(
     try:
         if isinstance(target, RankInfo):
             limits: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
-            topology = JobTopology(target.device, ranks, sharding.tensor)
+            topology = JobTopology(target.device, ranks, sharding.tensor, sharding.replicas)
             decision = choose_plan(module, inputs, topology, **limits, **constraints)
         else:
             machine = target_machine(sharding, ranks)
-            topology = JobTopology(torch.device(machine.kind), ranks, sharding.tensor)
+            topology = JobTopology(torch.device(machine.kind), ranks, sharding.tensor, sharding.replicas)
             decision = choose_plan_for_machine(module, inputs, topology, machine, **constraints)
     except UntraceableError as error:
         raise ValueError(f"--auto: {error}. Omit --auto and set the options explicitly") from error

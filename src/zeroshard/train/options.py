@@ -158,6 +158,11 @@ class ShardOptions:
     """ZeRO stage. 0: nothing is partitioned; 1: optimizer states; 2: also gradients; 3: also parameters"""
     tensor: int = 1
     """tensor-parallel degree, for presets, Llama and GPT-2: a divisor of the number of ranks and of attention heads"""
+    replicas: int = 1
+    """rows of a 2-D mesh of the data-parallel ranks, usually the number of nodes: see --partition"""
+    partition: Literal["hybrid", "hierarchical", "full"] = "hybrid"
+    """with --replicas: what is partitioned over one row (hybrid), over all ranks (full), or parameters over one row and
+    the rest over all ranks (hierarchical)"""
     configuration: ConfigurationName | None = None
     """a configuration of the ZeRO paper (see `zeroshard presets`); sets --stage and activation checkpointing"""
     offload: Literal["device", "host", "disk"] = "device"
@@ -186,7 +191,7 @@ class ShardOptions:
     """seconds until ranks that wait for each other at different points raise an error"""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "ranks", "tensor")
+        _check_at_least(1, self, "ranks", "tensor", "replicas")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
         Offload.from_option(self.offload_config)
@@ -274,9 +279,16 @@ class TrainOptions:
     def batching(self, ranks: int) -> Batching:
         """Return how the batch is split over ranks and backwards; raise if it cannot be."""
         training = self.training
-        return Batching.resolve(
+        batching = Batching.resolve(
             ranks, training.batch, training.micro_batch, training.accumulate, tensor=self.sharding.tensor
         )
+        data_ranks = ranks // self.sharding.tensor
+        if data_ranks % self.sharding.replicas:
+            raise ValueError(
+                f"--replicas {self.sharding.replicas} does not divide the {data_ranks} data-parallel ranks: change one "
+                "of them"
+            )
+        return batching
 
     def profiled_steps(self, start_step: int) -> range:
         """Return the steps to profile if ``start_step`` steps are already done; empty if there are none.

@@ -88,13 +88,14 @@ class RankInfo:
         """This rank's index among the data-parallel ranks."""
         return self.rank // self.tp_size
 
-    def make_mesh(self) -> DeviceMesh | None:
-        """Return the mesh for :func:`zeroshard.shard`; None without tensor parallelism. All ranks call it."""
-        if self.tp_size == 1:
-            return None
+    def make_mesh(self, replicas: int) -> DeviceMesh | None:
+        """Return the mesh for :func:`zeroshard.shard`; None if it has only one axis. All ranks call it."""
         # tensor-parallel ranks communicate most: they are neighbours, usually on one machine
-        shape = (self.dp_size, self.tp_size)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("shard", "tensor"))
+        sizes = {"replicate": replicas, "shard": self.dp_size // replicas, "tensor": self.tp_size}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        if len(axes) == 1:
+            return None
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -134,6 +134,8 @@ def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: Lan
             tensor=rank_info.tp_size,
             block_input_numel=language_model.layers * language_model.width * tokens if has_partitioned_inputs else 0,
             whole=sum(numels[name] for name in find_whole_params(module, options.training.optimizer)),
+            replicas=options.sharding.replicas,
+            partition=options.sharding.partition,
         ),
     )
 
@@ -171,6 +173,13 @@ def memory_timeline(profile: Profile) -> dict[str, Any]:
     }
 
 
+def _outer_traffic(placement: Placement, partition: str, gathers: int, reductions: int) -> int:
+    """Return how often a step moves each rank's part over the outer axis of a 2-D mesh."""
+    if partition == "hybrid" or not placement.optimizer:  # all-reduces
+        return 2 * reductions
+    return reductions + (1 if partition == "hierarchical" else gathers)
+
+
 def paper_traffic(
     stage: int,
     ranks: int,
@@ -181,13 +190,16 @@ def paper_traffic(
     tensor: int = 1,
     block_input_numel: int = 0,
     whole: int = 0,
+    replicas: int = 1,
+    partition: str = "hybrid",
 ) -> dict[str, Any]:
     """Return the paper's traffic per step (section 7): 2Ψ, or 3Ψ with partitioned parameters; more with accumulation.
 
     With ``tensor`` tensor-parallel ranks, ``trained`` and ``frozen`` count one rank's elements, and ``ranks`` are the
     data-parallel ranks. ``block_input_numel`` counts the elements of all block inputs that P_a gathers (section 8).
     ``whole`` counts those of parameters that one rank updates, which is not in the paper: their gradients and fp32
-    values go to the owners, and new values come back.
+    values go to the owners, and new values come back. Neither are the ``replicas`` of a 2-D mesh: N_i ranks gather and
+    reduce as in the paper, and what goes over the outer axis is added.
 
     >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1)
     {'formula': '3Ψ', 'bytes': 60}
@@ -195,6 +207,8 @@ def paper_traffic(
     {'formula': '2Ψ/N_m + P_a', 'bytes': 34}
     >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1, whole=8)
     {'formula': '3Ψ + 3Ψ_whole/N', 'bytes': 100}
+    >>> paper_traffic(3, 4, trained=20, frozen=0, itemsize=2, accumulate=1, replicas=2, partition="hierarchical")
+    {'formula': '3Ψ + 2Ψ/N_i', 'bytes': 160}
     """
     placement = Placement.from_stage(stage, ranks)
     psi_total = "Ψ/N_m" if tensor > 1 else "Ψ"
@@ -209,6 +223,12 @@ def paper_traffic(
         formula = f"{psi_trained}{times} + {psi_trained}"
     if block_input_numel:
         formula = f"{formula} + P_a" if elements else "P_a"
+    if replicas > 1:
+        outer = _outer_traffic(placement, partition, gathers, reductions)
+        inner_ranks = ranks // replicas if placement.optimizer else 1
+        elements = elements if inner_ranks > 1 or not placement.optimizer else 0
+        elements += outer * trained // inner_ranks
+        formula += f" + {outer}{psi_trained}" + ("/N_i" if placement.optimizer else "")
     nbytes = (elements + block_input_numel) * itemsize
     if whole and placement.optimizer:
         formula, nbytes = f"{formula} + 3Ψ_whole/N", nbytes + whole * (itemsize + 2 * 4) // ranks

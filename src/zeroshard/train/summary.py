@@ -90,9 +90,10 @@ def _describe_profile(options: TrainOptions, start_step: int) -> str:
 
 
 def describe_tensor_groups(options: TrainOptions, ranks: int) -> str:
-    """Return how the ranks are grouped for tensor parallelism, as a suffix to their number; empty without it."""
-    tensor = options.sharding.tensor
-    return f", in {ranks // tensor} tensor-parallel groups of {tensor}" if tensor > 1 else ""
+    """Return how the ranks are grouped, as a suffix to their number; empty if they are not."""
+    tensor, replicas = options.sharding.tensor, options.sharding.replicas
+    text = f", in {ranks // tensor} tensor-parallel groups of {tensor}" if tensor > 1 else ""
+    return f"{text}, in {replicas} rows (partition {options.sharding.partition})" if replicas > 1 else text
 
 
 def describe_sharding(options: TrainOptions, precision: str) -> list[tuple[str, str]]:
@@ -239,6 +240,8 @@ def _memory_table(
             language_model.module,
             ranks=ranks,
             tensor=sharding.tensor,
+            replicas=sharding.replicas,
+            partition=sharding.partition,
             optimizer=options.training.optimizer,
             stage=stage,
             precision=precision,

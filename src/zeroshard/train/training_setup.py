@@ -213,8 +213,9 @@ def _shard_model(
     model, optimizer = zeroshard.shard(
         module,
         inner,
-        mesh=rank_info.make_mesh(),
+        mesh=rank_info.make_mesh(options.sharding.replicas),
         stage=options.sharding.stage,
+        partition=options.sharding.partition,
         offload=options.sharding.offload_config,
         precision=precision,
         cast_on_gather=options.sharding.cast_on_gather,

@@ -180,6 +180,7 @@ def simulate(
             batch=batch,
             micro_batches=None if micro_batch is None else (micro_batch,),
             stages=(stage,),
+            replicas=(1,),
             tensors=(tensor,),
             checkpoints=(checkpoint,),
             offloads=[offload],
