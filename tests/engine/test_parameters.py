@@ -431,6 +431,8 @@ class Momentum(nn.Module):
                 self.key.weight.data = self.key.weight.data * 0.9 + self.query.weight.data * 0.1
             elif self.how == "write":
                 self.key.weight.data = torch.ones(4, 4)
+            elif self.how == "in place":
+                self.key.weight.data.lerp_(self.query.weight.data, 0.1)
         return self.query(x) + self.key(x)
 
 
@@ -444,6 +446,19 @@ def test_a_forward_that_replaces_data_is_refused(stage: int, how: str) -> None:
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
                 model.how = how
+
+    run_threads(2, body)
+
+
+def test_a_forward_that_changes_partitioned_weights_is_refused_however_late() -> None:
+    def body(rank: int):
+        model, _ = shard(Momentum(""), units=("query", "key"))
+        with torch.no_grad():
+            for _ in range(8):  # more than there are comparisons of values
+                model(torch.ones(2, 4))
+        model.how = "in place"
+        with pytest.raises(RuntimeError, match=r"'key\.weight'.* were changed in place during a forward"):
+            model(torch.ones(2, 4)).sum().backward()
 
     run_threads(2, body)
 

@@ -171,9 +171,10 @@ class ParamAccess:
     #
     # Addresses show that ``parameter.data`` was replaced, and version counters show all other changes except those
     # through ``parameter.data``, at 0.1 µs per parameter each. So the first few times the values are compared as well:
-    # a forward that changes its weights does so every time. The counter of a frozen parameter may grow without a
-    # change: torch's register_parametrization(), which PEFT calls in each forward for its target_parameters, sets the
-    # parameter to itself.
+    # a forward that changes its weights does so every time. Later they are compared if ``data`` of a parameter was read
+    # while its own module did not run, as a loop that averages weights into a teacher's does it. The counter of a
+    # frozen parameter may grow without a change: torch's register_parametrization(), which PEFT calls in each forward
+    # for its target_parameters, sets the parameter to itself.
 
     def record_versions(self) -> None:
         """Record the version counters when an all-gather starts."""
@@ -181,9 +182,9 @@ class ParamAccess:
             self._versions = [classes.parameter._version for classes in self._param_classes]
         self._checksums = []
 
-    def record_checksums(self) -> None:
-        """Record checksums of the values when the all-gather is complete."""
-        if self._checksums_left:
+    def record_checksums(self, is_data_read: bool = False) -> None:
+        """Record checksums of the values when the all-gather is complete, or before ``parameter.data`` is returned."""
+        if self._checksums_left > 0 or (is_data_read and not self._checksums):
             self._checksums = [_checksum(flat.full) for flat in self._flats]
 
     def accept_edits(self) -> None:

@@ -130,6 +130,8 @@ class Unit:
                 flat.full.untyped_storage().resize_(flat.spec.alloc_bytes)
             self._context.tracker.add("gathered", self.full_bytes)
             self.access.record_versions()
+        elif self.gathered_block is None and (error := self.access.find_edit(keep_record=True)) is not None:
+            raise error  # else this all-gather would undo the edit, and nobody would notice
         gathered = [flat for flat in self.flats if self.is_partitioned or flat.spec.is_trainable or include_frozen]
         for flat in gathered:
             flat.wait_for_update()
@@ -253,7 +255,9 @@ class Unit:
 
     def record_data_alias(self, values: torch.Tensor) -> None:
         """Remember that the user got ``parameter.data`` and may write to it: see [Note: edits of parameters]."""
-        if not self.is_partitioned:
+        if self.is_partitioned:
+            self.access.record_checksums(is_data_read=True)
+        else:
             self.replicated_edits.record_data_alias(values)
 
     # -- what an access to a parameter meets --------------------------------------------------------------------
