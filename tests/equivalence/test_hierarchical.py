@@ -260,6 +260,7 @@ def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit:
             assert_close(found, wanted, 0)
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
     with seeded(0):
         model = GPT(GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=16))

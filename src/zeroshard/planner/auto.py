@@ -213,7 +213,9 @@ def choose_plan_for_machine(
     else:
         arguments["offload"] = [offload]
     if arguments["stage"] == AUTO:
-        arguments["stage"] = _supported_stages(topology, None if offload == AUTO else Offload.from_option(offload))
+        is_hybrid = arguments.get("partition", "hybrid") in ("hybrid", AUTO)
+        fixed_offload = None if offload == AUTO else Offload.from_option(offload)
+        arguments["stage"] = _supported_stages(topology, fixed_offload, topology.replicas if is_hybrid else 1)
     if arguments.get("partition") == AUTO:
         arguments["partition"] = None
     arguments = {"tensor": topology.tensor, "replicas": topology.replicas, **arguments}
@@ -323,13 +325,12 @@ def _scratch_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> float
     return 0.0 if all(group.get("fused") for group in groups) else UNFUSED_SCRATCH_BYTES_PER_ELEMENT
 
 
-def _supported_stages(topology: JobTopology, offload: Offload | None) -> list[int]:
-    """Return the stages that support this offload."""
+def _supported_stages(topology: JobTopology, offload: Offload | None, replicas: int) -> list[int]:
+    """Return the stages that support this offload, if there are ``replicas`` of all states."""
     stages = []
     for stage in STAGES:
         try:
-            ranks = topology.ranks // topology.tensor // topology.replicas
-            Placement.from_stage(stage, ranks, offload, topology.replicas)
+            Placement.from_stage(stage, topology.ranks // topology.tensor // replicas, offload, replicas)
         except ValueError:
             continue
         stages.append(stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -109,6 +110,8 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     record = RunRecord(describe_run(options, rank_info, language_model, precision))
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
+    if rank_info.device.type == "cpu" and (precision == "bf16" or options.training.optimizer == "muon"):
+        _settle_bf16_products()
     model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
     if rank_info.is_rank_zero:  # last: an earlier error creates no run and leaves an existing one unchanged
         directory.write_config(_config_to_save(options))
@@ -128,6 +131,17 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
         resume_checkpoint=checkpoint,
         plan_reason=plan_reason,
     )
+
+
+def _settle_bf16_products() -> None:
+    """Have torch choose the library for products before the first step, so that a resumed run rounds as this one.
+
+    On a CPU without bf16, a first bf16 product fails inside torch, which then uses another library for all products,
+    fp32 included.
+    """
+    with warnings.catch_warnings(action="ignore"):
+        matrix = torch.ones(32, 96, dtype=torch.bfloat16, device="cpu")
+        torch.mm(matrix, matrix.T)
 
 
 def resolve_precision(options: TrainOptions, device: str) -> str:
