@@ -364,7 +364,7 @@ def test_memory_and_bytes_by_axis_are_the_formula(partition: str, backwards: int
         model = GPT(CONFIG)
     options = {"stage": 3, "partition": partition}
     foretold = predict_memory(model, ranks=4, replicas=2, precision="bf16", **options).state_bytes
-    kinds = ("all-gather", "all-gather between replicas", "reduce-scatter", "reduce-scatter between replicas")
+    kinds = ("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter")
     for report in run_threads(4, gpt_report, (2, 2), options, backwards):
         assert states * psi <= report.states < states * psi * 1.01
         assert 0 <= report.states - foretold < 100  # step counts

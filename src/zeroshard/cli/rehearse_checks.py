@@ -166,7 +166,7 @@ def _check_traffic(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
         reason = "no collectives of a step" if model.data_ranks == 1 else "the formula is not for frozen parameters"
         reason = "the backward is in a closure" if model.backwards is None else reason
         return result(NOT_CHECKED, reason if model.steps else "no step")
-    kinds = (f"{kind}{axis}" for kind in ("all-gather", "reduce-scatter") for axis in ("", " between replicas"))
+    kinds = (f"{axis}{kind}" for kind in ("all-gather", "reduce-scatter") for axis in ("", "outer "))
     measured = {kind: model.step_traffic.get(kind, (0, 0))[1] for kind in kinds}
     reduced = model.step_traffic.get("all-reduce", (0, 0))[1]
     formula = model.formula_traffic

@@ -490,8 +490,8 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     if comm.shard_axis.factors is not None:  # [Note: two hops]
         inner = comm.shard_axis.factors[1].size
         gathers = 1 if placement.keeps_inner_shards else gathers
-        traffic["all-gather between replicas"] = gathers * gathered_bytes // inner
-        traffic["reduce-scatter between replicas"] = traffic["reduce-scatter"] // inner
+        traffic["outer all-gather"] = gathers * gathered_bytes // inner
+        traffic["outer reduce-scatter"] = traffic["reduce-scatter"] // inner
     if comm.replicate_axes:
         shards = sum(flat.layout.shard_numel * flat.spec.reduce_dtype.itemsize for flat in trained)
         traffic["all-reduce"] = 2 * len(comm.replicate_axes) * reductions * shards

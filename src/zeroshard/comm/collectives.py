@@ -144,15 +144,15 @@ class Communicator:
         return self._start(start, kind, output.nbytes, what)
 
     def all_gather_outer(self, part: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
-        """All-gather the shards of this rank's counterparts in all replicas: the first of two hops."""
+        """All-gather over the outer axis: the first of two hops."""
         assert self.shard_axis.factors is not None
         start = partial(_all_gather, part, shard, group=self.shard_axis.factors[0].group, async_op=True)
-        return self._start(start, "all-gather between replicas", part.nbytes, what)
+        return self._start(start, "outer all-gather", part.nbytes, what)
 
     def all_gather_inner(
         self, output: torch.Tensor, part: torch.Tensor, what: str, after: CollectiveWork | None = None
     ) -> CollectiveWork:
-        """All-gather the parts of the ranks of one replica: the second of two hops, ``after`` the first."""
+        """All-gather over the inner axis: the second of two hops, ``after`` the first."""
         start = partial(_all_gather, output, part, group=self._inner_gather_axis.group, async_op=True)
         if after is not None:
             return self._start_after(after, self._second_gathers, start, "all-gather", output.nbytes, what)
@@ -195,7 +195,7 @@ class Communicator:
             op = dist.ReduceOp.AVG if packed.dtype in self.averaged_dtypes else dist.ReduceOp.SUM
             start = partial(_reduce_scatter, result, packed, op=op, group=axis.group, async_op=True)
         if first is not None:
-            kind = "reduce-scatter between replicas"
+            kind = "outer reduce-scatter"
             return self._start_after(first, self._second_reductions, start, kind, packed.nbytes, what, on_done)
         work = self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
         if not has_second_hop:

@@ -2,14 +2,14 @@
 
 [Note: two hops]
 With ``Config.partition="full"`` or ``"hierarchical"``, the shard axis is the product of both data axes. A bucket is
-split over the inner axis first, and each part over the outer one. Two replicas (outer) of two ranks (inner)::
+split over the inner axis first, and each part over the outer one. Two nodes of two ranks::
 
-    bucket    |      inner rank 0           |      inner rank 1           |
-    shards    | replica 0    | replica 1    | replica 0    | replica 1    |
+    bucket    |   rank 0 of each node       |   rank 1 of each node       |
+    shards    | node 0       | node 1       | node 0       | node 1       |
 
-So a rank and its counterparts in the other replicas, which communicate over the slow links between nodes, have
-adjacent shards: together a part of the bucket, which the ranks of one replica exchange over the fast links. An
-all-gather goes over the outer axis, then over the inner one; a reduce-scatter goes back the same way.
+So a rank and its counterparts on the other nodes, which communicate over slow links, have adjacent shards: together a
+part of the bucket, which the ranks of one node exchange over fast links. An all-gather goes over the outer axis, then
+over the inner one; a reduce-scatter goes back the same way.
 """
 
 from __future__ import annotations

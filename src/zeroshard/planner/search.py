@@ -104,8 +104,8 @@ def candidate_strategies(
 
 def _with_meshes(plain: Strategy, devices: int, machine: Machine, space: SearchSpace) -> Iterator[Strategy]:
     """Yield the strategy on one axis of data-parallel ranks, and on the 2-D meshes that may be better."""
-    nodes, data_ranks = -(-devices // machine.devices), devices // plain.tensor
-    for replicas in space.replicas or dict.fromkeys((1, nodes)):
+    data_ranks = devices // plain.tensor
+    for replicas in space.replicas or dict.fromkeys((1, machine.nodes(devices))):
         if data_ranks % replicas:
             if space.replicas is None:
                 continue

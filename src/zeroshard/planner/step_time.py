@@ -197,11 +197,8 @@ class _Mesh:
 
     def hops(self, kind: str, nbytes: float) -> list[_Hop]:
         """Return what a data-parallel collective consists of, that inside the inner axis first."""
-        stride, replicas, outer_stride = (
-            self._conditions.tensor,
-            self._conditions.replicas,
-            self._conditions.ranks // self._conditions.replicas,
-        )
+        stride, replicas = self._conditions.tensor, self._conditions.replicas
+        outer_stride = self._conditions.ranks // replicas
         ranks = outer_stride // stride
         inside = _Hop(kind, kind, nbytes, ranks, stride)
         if replicas == 1:
@@ -209,7 +206,7 @@ class _Mesh:
         if self._sizes.shard_count > ranks:  # [Note: two hops]
             if kind == "all-to-all":
                 return [_Hop(kind, kind, nbytes, ranks * replicas, stride)]
-            return [inside, _Hop(f"{kind} between replicas", kind, nbytes / ranks, replicas, outer_stride)]
+            return [inside, _Hop(f"outer {kind}", kind, nbytes / ranks, replicas, outer_stride)]
         if kind == "reduce-scatter":
             return [inside, _Hop("all-reduce", "all-reduce", nbytes / self._sizes.shard_count, replicas, outer_stride)]
         return [inside, _Hop(kind, kind, nbytes, replicas, outer_stride)] if kind == "all-reduce" else [inside]

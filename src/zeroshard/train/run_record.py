@@ -173,13 +173,6 @@ def memory_timeline(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _outer_traffic(placement: Placement, partition: str, gathers: int, reductions: int) -> int:
-    """Return how often a step moves each rank's part over the outer axis of a 2-D mesh."""
-    if partition == "hybrid" or not placement.optimizer:  # all-reduces
-        return 2 * reductions
-    return reductions + (1 if partition == "hierarchical" else gathers)
-
-
 def paper_traffic(
     stage: int,
     ranks: int,
@@ -224,11 +217,16 @@ def paper_traffic(
     if block_input_numel:
         formula = f"{formula} + P_a" if elements else "P_a"
     if replicas > 1:
-        outer = _outer_traffic(placement, partition, gathers, reductions)
         inner_ranks = ranks // replicas if placement.optimizer else 1
         elements = elements if inner_ranks > 1 or not placement.optimizer else 0
-        elements += outer * trained // inner_ranks
-        formula += f" + {outer}{psi_trained}" + ("/N_i" if placement.optimizer else "")
+        if partition == "hybrid" or not placement.optimizer:  # an all-reduce
+            outer, outer_elements = 2 * reductions, 2 * reductions * trained
+        elif partition == "hierarchical" or not placement.parameters:
+            outer, outer_elements = reductions + 1, (reductions + 1) * trained
+        else:
+            outer, outer_elements = reductions + gathers, reductions * trained + gathers * gathered
+        elements += outer_elements // inner_ranks
+        formula += f" + {outer}{psi_total}" + ("/N_i" if placement.optimizer else "")
     nbytes = (elements + block_input_numel) * itemsize
     if whole and placement.optimizer:
         formula, nbytes = f"{formula} + 3Ψ_whole/N", nbytes + whole * (itemsize + 2 * 4) // ranks

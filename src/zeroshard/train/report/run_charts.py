@@ -23,7 +23,7 @@ from zeroshard.utils.format import format_bytes
 STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")  # in stacking order
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVE_KINDS = (
-    *("all-gather", "all-gather between replicas", "reduce-scatter", "reduce-scatter between replicas"),
+    *("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter"),
     *("all-reduce", "activation gather"),
 )
 MAX_RANK_BARS = 8  # draw at most this many ranks individually
