@@ -300,7 +300,7 @@ def test_who_wants_to_see_the_call_sees_it(change: Callable[[Any], Any]) -> None
     assert not kernels[0].runs
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:.*lr_scheduler")  # not garbage that an earlier test has left
 @pytest.mark.parametrize("on_inner", [True, False])
 def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
     def body(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -393,12 +393,14 @@ def test_states_of_another_optimizer_are_not_touched() -> None:
 
 def test_without_triton_there_is_one_warning_and_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "triton", None)
-    device = torch.device("cuda", 7)
-    with pytest.warns(RuntimeWarning, match=r"torch's slower update runs on cuda:7: ImportError"):
-        assert fused_adam._load_kernel(device) is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device, optimizer = torch.device("cuda", 100), torch.optim.AdamW([torch.zeros(1)], fused=True)
+    with pytest.warns(RuntimeWarning, match=r"torch's slower operations run on cuda:100: ImportError"):
+        assert fused_adam.kernel_for(optimizer, device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fused_adam._load_kernel(device) is None
+        assert fused_adam.kernel_for(optimizer, device) is None
 
 
 def test_a_kernel_that_does_something_else_is_not_used() -> None:
@@ -407,9 +409,9 @@ def test_a_kernel_that_does_something_else_is_not_used() -> None:
             super().run(laid, steps, numbers, factors)
             laid[0].exp_avg_sq[3] *= 1.001
 
-    fused_adam._self_test(TorchKernel(), torch.device("cpu"))
+    fused_adam.KERNEL_LOADER.self_test(TorchKernel(), torch.device("cpu"))
     with pytest.raises(AssertionError, match="item \\[2\\]"):
-        fused_adam._self_test(Wrong(), torch.device("cpu"))
+        fused_adam.KERNEL_LOADER.self_test(Wrong(), torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- tables

@@ -19,8 +19,6 @@ all other slices: see [Note: stepping in batches].
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -30,7 +28,9 @@ import torch
 from zeroshard.engine import Engine, GradScale
 from zeroshard.optim.fused_adam.launch_table import SliceTensors
 from zeroshard.optim.hyperparams import ADAM_CLASSES, ADAM_STATE_KEYS, AdamHyperparams, fused_hyperparams_from_group
+from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.slices import FlatRange, OptimizerSlice, defer_clip
+from zeroshard.utils.kernel_loader import KernelLoader
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of compute parameters
 # cached launches: gradient addresses alternate between steps, and some parameters are not used in every step
@@ -54,28 +54,15 @@ def kernel_for(optimizer: torch.optim.Optimizer, device: torch.device) -> FusedA
 
     >>> kernel_for(torch.optim.AdamW([torch.zeros(1)], fused=True), torch.device("cpu"))
     """
-    if device.type != "cuda" or torch.version.cuda is None or type(optimizer) not in ADAM_CLASSES:
-        return None
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return _load_kernel(device) if fused else None
+    is_known = type(optimizer) in (*ADAM_CLASSES, MuonWithAdamW)
+    fused = is_known and any(group.get("fused") for group in optimizer.param_groups)
+    return KERNEL_LOADER.load(device) if fused else None
 
 
-@functools.cache
-def _load_kernel(device: torch.device) -> FusedAdamKernel | None:
-    try:
-        from zeroshard.optim.fused_adam.triton_kernel import TritonKernel  # imported here because it imports Triton
+def _build_kernel(device: torch.device) -> FusedAdamKernel:
+    from zeroshard.optim.fused_adam.triton_kernel import TritonKernel  # imported here because it imports Triton
 
-        kernel = TritonKernel(device)
-        _self_test(kernel, device)
-        return kernel
-    except Exception as error:  # Triton raises many types, its own and those of the C compiler it calls
-        warnings.warn(
-            f"the fused Adam kernel could not be built, so torch's slower update runs on {device}: "
-            f"{type(error).__name__}: {error}. Install Triton, a C compiler and Python's headers",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    return TritonKernel(device)
 
 
 def _self_test(kernel: FusedAdamKernel, device: torch.device) -> None:
@@ -105,6 +92,9 @@ def _self_test(kernel: FusedAdamKernel, device: torch.device) -> None:
         maximize=False,
     )
     torch.testing.assert_close([*ours, compute_param], [*expected, expected[0].bfloat16()], rtol=1e-6, atol=1e-7)
+
+
+KERNEL_LOADER = KernelLoader("fused Adam", _build_kernel, _self_test)
 
 
 class FusedAdam:
@@ -142,7 +132,8 @@ class FusedAdam:
         return True
 
     def _hyperparams(self, group: dict[str, Any]) -> AdamHyperparams | None:
-        return fused_hyperparams_from_group(type(self._inner), group, self._engine.comm.device)
+        rule = torch.optim.AdamW if group.get("rule") == "adamw" else type(self._inner)  # of MuonWithAdamW
+        return fused_hyperparams_from_group(rule, group, self._engine.comm.device)
 
     # -- eligibility -------------------------------------------------------------------------------------------------
 

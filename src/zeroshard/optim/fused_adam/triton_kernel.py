@@ -12,13 +12,13 @@ the GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zeroshard.engine import GradScale
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
 from zeroshard.optim.hyperparams import AdamHyperparams
+from zeroshard.utils.kernel_loader import current_device
 
 try:
     import triton
@@ -30,6 +30,21 @@ BLOCK_NUMEL = 1024  # elements per program
 NUM_WARPS = 4
 # see [Note: bit-equal to torch's fused Adam]
 EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+
+def find_row(blocks, table, ROW: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's row of a launch table, its first element in the row, and how many are left from there."""
+    program = tl.program_id(0)
+    row = table + tl.load(blocks + program) * ROW
+    first = (program - tl.load(row + 7)) * BLOCK
+    remaining = tl.load(row + 5) - first
+    if EVEN:  # here: a caller's hint for a result is lost when the call is inlined
+        remaining = tl.multiple_of(remaining, 4)
+    return row, first, remaining
+
+
+if triton is not None:
+    find_row = triton.jit(find_row)  # kernels can only call compiled functions
 
 
 def fused_adam_kernel(
@@ -54,18 +69,15 @@ def fused_adam_kernel(
     BLOCK: tl.constexpr,
 ):
     """Update one block of a row. Triton compiles this function, so it can only use ``tl``."""
-    program = tl.program_id(0)
-    row = table + tl.load(blocks + program) * ROW
-    first = (program - tl.load(row + 7)) * BLOCK
-    remaining = tl.load(row + 5) - first
+    row, first, remaining = find_row(blocks, table, ROW, EVEN, BLOCK)
     if overflow is not None:
         remaining = tl.where(tl.load(overflow) == 0, remaining, 0)
+        remaining = tl.multiple_of(remaining, 4) if EVEN else remaining
     gradient = tl.load(row).to(tl.pointer_type(GRADIENT)) + first
     master = tl.load(row + 1).to(tl.pointer_type(tl.float32)) + first
     exp_avg = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + first
     exp_avg_sq = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + first
     if EVEN:  # four elements per load: 16 bytes in fp32, 8 in 16-bit dtypes
-        remaining = tl.multiple_of(remaining, 4)
         gradient = tl.multiple_of(gradient, 16 if tl.float32 == GRADIENT else 8)
         master, exp_avg = tl.multiple_of(master, 16), tl.multiple_of(exp_avg, 16)
         exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
@@ -129,8 +141,6 @@ class TritonKernel:
         if triton is None:
             raise ImportError("Triton is not installed")
         self._device, self._block_numel, self._num_warps = device, block, warps
-        on_gpu = device.type == "cuda"
-        self._device_context: AbstractContextManager[object] = torch.cuda.device(device) if on_gpu else nullcontext()
         self._compiled = triton.jit(fused_adam_kernel)
         self._triton_dtypes = {
             torch.float32: tl.float32,
@@ -152,7 +162,7 @@ class TritonKernel:
     ) -> None:
         """Update the slices. ``steps`` are their step counts, including this update."""
         beta_powers = launch.beta_powers(hyperparams.betas, steps)
-        with self._device_context:
+        with current_device(self._device):
             for table in launch.tables:
                 self._launch(table, beta_powers, hyperparams, grad_scale)
 
