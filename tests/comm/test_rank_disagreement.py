@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 
 import pytest
@@ -13,6 +14,9 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
+from zeroshard.comm import open_consistency_checker
+from zeroshard.config.config import Config
+from zeroshard.engine import verify_same_model
 
 TIMEOUT = 2.5  # seconds a rank waits before it says so
 SOON = 1.0  # the same where a rank is meant to wait in vain
@@ -128,6 +132,26 @@ def one_rank_calls_shard(rank: int) -> str:
     except zeroshard.RanksDisagreeError as error:
         return str(error)
     return "no error"
+
+
+def nccl_settings(rank: int, device: str, value: str) -> str:
+    if rank == 1:
+        os.environ["NCCL_BUFFSIZE"] = value  # the harness removes it
+    model = nn.Linear(2, 2)
+    try:
+        checker = open_consistency_checker(None, TIMEOUT)
+        verify_same_model(model, {}, Config(), checker, torch.device(device))
+    except zeroshard.RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_different_nccl_settings_are_an_error_on_every_rank_that_uses_nccl() -> None:
+    for text in run_processes(2, nccl_settings, "cuda", "1048576"):
+        assert "rank 1: NCCL_BUFFSIZE is 1048576 here and not set on rank 0" in text
+        assert "Set NCCL's variables to the same values on all ranks" in text
+    assert run_processes(2, nccl_settings, "cpu", "1048576") == ["", ""]
 
 
 @pytest.mark.slow

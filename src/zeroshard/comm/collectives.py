@@ -33,6 +33,7 @@ import torch.distributed as dist
 from zeroshard.comm.consistency import PASS_START, POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
 from zeroshard.comm.mesh import MeshAxis, find_or_create_group, group_backend
+from zeroshard.comm.quantization import Quantizer
 from zeroshard.utils.profiling import label
 
 MAX_PAST_PASSES = 64  # past passes whose events are still known
@@ -79,7 +80,8 @@ class Communicator:
 
     States are sharded over ``shard_axis``. The ranks of ``replicate_axes`` hold copies; over them gradients are only
     summed. Plain data parallelism is a mesh whose shard axis has one rank. The ranks of ``tensor_axis`` compute one
-    model together, each with its TP shards of the parameters, on the same data.
+    model together, each with its TP shards of the parameters, on the same data. The ranks of ``average_axis`` train
+    alone between averages (``Config.local_steps``): it is none of the data axes.
     """
 
     def __init__(
@@ -93,18 +95,21 @@ class Communicator:
         """``axes``: all data-parallel ones. ``shard_axis``: one of them, or their product; None: nothing is sharded."""
         self.shard_axis = shard_axis or MeshAxis(None, 1, 0)
         self.tensor_axis = tensor_axis or MeshAxis(None, 1, 0)
+        backend = group_backend(axes[-1].group, device)
+        self.average_axis = next((axis for axis in axes if axis.has_local_steps), MeshAxis(None, 1, 0))
+        axes = [axis for axis in axes if not axis.has_local_steps]
         self.data_parallel_size = math.prod(axis.size for axis in axes)  # ranks that gradients are averaged over
         self.device = device
         self.consistency = consistency
         self.counters = CollectiveCounters()
-        backend = group_backend(axes[-1].group, device)
-        self._is_host_blocking, self._is_nccl = backend == "gloo", backend == "nccl"
+        self._is_nccl = backend == "nccl"
+        self.is_host_blocking = backend == "gloo"  # waiting for a collective blocks the host, not only a stream
         # NCCL divides each rank's gradient when it reads it, as DDP does, and no kernel has to divide the sum. That is
         # less exact in 16 bits, unless the number of ranks is a power of two; in fp16, small gradients would be lost.
         is_power_of_two = self.data_parallel_size & (self.data_parallel_size - 1) == 0
         averaged = (torch.float32, torch.bfloat16) if is_power_of_two else (torch.float32,)
         self.averaged_dtypes = averaged if self._is_nccl else ()  # gradients of the others are added up
-        self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
+        self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self.is_host_blocking)
         # gradients are reduce-scattered over these, one after the other
         self._reduce_axes = [*reversed(self.shard_axis.factors or (self.shard_axis,))]
         self.replicate_axes = [axis for axis in axes if axis.size > 1 and axis not in self._reduce_axes]
@@ -113,20 +118,16 @@ class Communicator:
         self._second_reductions: deque[_SecondHop] = deque()
         if backend in ("nccl", "gloo") and consistency.is_distributed:
             purpose = _purpose_of_groups(self)
-            if self._is_host_blocking and self.shard_axis.factors is not None:
+            if self.is_host_blocking and self.shard_axis.factors is not None:
                 self._inner_gather_axis = _with_own_group(self._inner_gather_axis, f"{purpose}, second hops")
             self._reduce_axes = [_with_own_group(axis, purpose) for axis in self._reduce_axes]
             self.replicate_axes = [_with_own_group(axis, purpose) for axis in self.replicate_axes]
-
-    @property
-    def is_host_blocking(self) -> bool:
-        """Whether waiting for a collective blocks the host, and not only a stream."""
-        return self._is_host_blocking
+            self.average_axis = _with_own_group(self.average_axis, purpose)
 
     @property
     def needs_receive_buffer(self) -> bool:
         """Whether :meth:`reduce_scatter` needs a buffer of its input's length: [Note: reduce-scatter over gloo]."""
-        return self._is_host_blocking and self.shard_axis.size > 1
+        return self.is_host_blocking and self.shard_axis.size > 1
 
     def all_gather(
         self, output: torch.Tensor, shard: torch.Tensor, what: str, activation_axis: MeshAxis | None = None
@@ -141,13 +142,13 @@ class Communicator:
             return self.all_gather_inner(output, part, what, after=self.all_gather_outer(part, shard, what))
         kind = "all-gather" if activation_axis is None else "activation gather"
         start = partial(_all_gather, output, shard, group=axis.group, async_op=True)
-        return self._start(start, kind, output.nbytes, what)
+        return _start(self, start, kind, output.nbytes, what)
 
     def all_gather_outer(self, part: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
         """All-gather over the outer axis: the first of two hops."""
         assert self.shard_axis.factors is not None
         start = partial(_all_gather, part, shard, group=self.shard_axis.factors[0].group, async_op=True)
-        return self._start(start, "outer all-gather", part.nbytes, what)
+        return _start(self, start, "outer all-gather", part.nbytes, what)
 
     def all_gather_inner(
         self, output: torch.Tensor, part: torch.Tensor, what: str, after: CollectiveWork | None = None
@@ -155,15 +156,15 @@ class Communicator:
         """All-gather over the inner axis: the second of two hops, ``after`` the first."""
         start = partial(_all_gather, output, part, group=self._inner_gather_axis.group, async_op=True)
         if after is not None:
-            return self._start_after(after, self._second_gathers, start, "all-gather", output.nbytes, what)
+            return _start_after(self, after, self._second_gathers, start, "all-gather", output.nbytes, what)
         while self._second_gathers:
             self._second_gathers[0].start()
-        return self._start(start, "all-gather", output.nbytes, what)
+        return _start(self, start, "all-gather", output.nbytes, what)
 
     def all_gather_tp_shards(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
         """All-gather every tensor rank's ``shard`` into ``output``, in rank order."""
         start = partial(_all_gather, output, shard, group=self.tensor_axis.group, async_op=True)
-        return self._start(start, "all-gather", output.nbytes, what)
+        return _start(self, start, "all-gather", output.nbytes, what)
 
     def reduce_scatter(
         self,
@@ -171,35 +172,54 @@ class Communicator:
         packed: torch.Tensor,
         what: str,
         received: torch.Tensor | None = None,
+        quantizer: Quantizer | None = None,
         first: CollectiveWork | None = None,
+        inner_sum: torch.Tensor | None = None,
+        ends_inside: bool = False,
     ) -> CollectiveWork:
         """Sum or average (``averaged_dtypes``) gradients over the ranks, and store this rank's part in ``shard``.
 
         ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done; two
-        hops overwrite ``packed``. ``first``: this is the second hop, after that one.
+        hops overwrite ``packed``. ``quantizer``: send 8 bits per element, and sum in fp32; then ``received`` has
+        :func:`exchange_numel` elements. ``first``: this is the second hop, after that one. ``inner_sum``: add this to
+        the result of the first hop. ``ends_inside``: there is no second hop; if ``inner_sum``, the result is added to
+        that instead of stored (see [Note: inner sums]).
         """
         if self.shard_axis.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
-            return _CompletedWork()
+            return COMPLETED_WORK
         axis, result, on_done = self._reduce_axes[0 if first is None else 1], shard, None
-        has_second_hop = first is None and self.shard_axis.factors is not None
-        if has_second_hop:  # NCCL reduces in place, and over gloo the input is received before
+        has_second_hop = first is None and not ends_inside and self.shard_axis.factors is not None
+        if has_second_hop or inner_sum is not None:  # NCCL reduces in place, and over gloo the input is received before
             result = packed.view(axis.size, -1)[axis.rank]
-            result = result if self._is_nccl or self._is_host_blocking else torch.empty_like(result)
-        if self._is_host_blocking:
+            can_overwrite = self._is_nccl or self.is_host_blocking or quantizer is not None
+            result = result if can_overwrite else torch.empty_like(result)
+        nbytes = packed.nbytes
+        is_averaged = packed.dtype in self.averaged_dtypes
+        if quantizer is not None:
+            assert received is not None
+            exchange = _QuantizedExchange(quantizer, packed, received, axis)
+            start, nbytes = exchange.start, exchange.nbytes
+            on_done = partial(exchange.sum, result, 1 / axis.size if is_averaged else 1.0)
+        elif self.is_host_blocking:
             assert received is not None
             start = partial(dist.all_to_all_single, received, packed, group=axis.group, async_op=True)
             on_done = partial(sum_in_order, result, received.view(axis.size, -1))
         else:
-            op = dist.ReduceOp.AVG if packed.dtype in self.averaged_dtypes else dist.ReduceOp.SUM
+            op = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
             start = partial(_reduce_scatter, result, packed, op=op, group=axis.group, async_op=True)
         if first is not None:
             kind = "outer reduce-scatter"
-            return self._start_after(first, self._second_reductions, start, kind, packed.nbytes, what, on_done)
-        work = self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
+            return _start_after(self, first, self._second_reductions, start, kind, nbytes, what, on_done)
+        work = _start(self, start, "reduce-scatter", nbytes, what, on_done)
+        if inner_sum is not None:
+            add = partial(inner_sum.add_, result) if ends_inside else partial(result.add_, inner_sum)
+            work = self.finish_with(work, add)
         if not has_second_hop:
             return work
+        if quantizer is not None:
+            return self.reduce_scatter(shard, result, what, received, quantizer.next_hop, first=work)
         received = received if received is None else received[: result.numel()]
         return self.reduce_scatter(shard, result, what, received, first=work)
 
@@ -213,14 +233,19 @@ class Communicator:
         start = partial(
             dist.all_to_all_single, output, tensor, output_sizes, input_sizes, self.shard_axis.group, async_op=True
         )
-        return self._start(start, "all-to-all", tensor.nbytes, what)
+        return _start(self, start, "all-to-all", tensor.nbytes, what)
 
     def all_reduce(
-        self, tensor: torch.Tensor, axis: MeshAxis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        tensor: torch.Tensor,
+        axis: MeshAxis,
+        what: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        kind: str = "all-reduce",
     ) -> CollectiveWork:
-        """Reduce ``tensor`` over ``axis``, in place."""
+        """Reduce ``tensor`` over ``axis``, in place. ``kind``: under which it is counted."""
         start = partial(dist.all_reduce, tensor, op=op, group=axis.group, async_op=True)
-        return self._start(start, "all-reduce", 2 * tensor.nbytes, what)
+        return _start(self, start, kind, 2 * tensor.nbytes, what)
 
     def all_reduce_gradient(self, tensor: torch.Tensor, axis: MeshAxis, what: str) -> CollectiveWork:
         """Sum or average (``averaged_dtypes``) a gradient over ``axis``, in place."""
@@ -230,20 +255,21 @@ class Communicator:
     def all_reduce_over_mesh(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Reduce ``tensor`` over the whole mesh, one axis after the other, in place."""
+        """Reduce ``tensor`` over the mesh, without the average axis, one axis after the other, in place."""
         for axis in (*self.data_axes, *([self.tensor_axis] if self.tensor_axis.size > 1 else ())):
             self.all_reduce(tensor, axis, what, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Copy ``tensor`` from rank ``source`` of the mesh (counted along the axes, outer first) to all ranks."""
-        for position, axis in enumerate(self.data_axes):
-            inner_size = math.prod(other.size for other in self.data_axes[position + 1 :])
+        axes = [*([self.average_axis] if self.average_axis.size > 1 else ()), *self.data_axes]
+        for position, axis in enumerate(axes):
+            inner_size = math.prod(other.size for other in axes[position + 1 :])
             self.broadcast_over_axis(axis, tensor, what, source // inner_size % axis.size)
 
     def broadcast_over_axis(self, axis: MeshAxis, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Copy ``tensor`` from rank ``source`` of one axis to its other ranks."""
         start = partial(dist.broadcast, tensor, group=axis.group, group_src=source, async_op=True)
-        self._start(start, "broadcast", tensor.nbytes, what).wait()
+        _start(self, start, "broadcast", tensor.nbytes, what).wait()
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return the small picklable values of all ranks of the shard axis, in rank order."""
@@ -273,6 +299,11 @@ class Communicator:
             self.consistency.raise_on_fault(self.consistency.position()[0], what)
 
     @property
+    def mesh_size(self) -> int:
+        """The number of ranks, of all axes."""
+        return self.data_parallel_size * self.average_axis.size * self.tensor_axis.size
+
+    @property
     def data_axes(self) -> list[MeshAxis]:
         """The data-parallel axes with more than one rank, outer first."""
         return [
@@ -280,59 +311,75 @@ class Communicator:
             *(self.shard_axis.factors or [self.shard_axis] if self.shard_axis.size > 1 else []),
         ]
 
-    @contextmanager
-    def count_tensor_traffic(self) -> Iterator[tuple[Traffic, Traffic] | None]:
-        """Count the traffic of tensor parallelism and of P_a inside the context; yield None without a tensor axis."""
-        if self.tensor_axis.size == 1:
-            yield None
-            return
-        total, activations = self.counters.total.setdefault("activation gather", Traffic()), Traffic()
-        count, nbytes = total.count, total.bytes
-        with TPTrafficMode(self.tensor_axis) as mode:
-            try:
-                yield mode.traffic, activations
-            finally:
-                activations.count, activations.bytes = total.count - count, total.bytes - nbytes
+    def finish_with(self, work: CollectiveWork, finish: Callable[[], object]) -> CollectiveWork:
+        """Return a collective that is done when ``finish`` has run after ``work``.
 
-    def _start(
-        self,
-        start: Callable[[], Any],
-        kind: str,
-        nbytes: int,
-        what: str,
-        on_done: Callable[[], object] | None = None,
-        is_counted: bool = False,
-    ) -> CollectiveWork:
-        """Start a collective and count it. If it fails, an error names the rank that caused it."""
-        if not is_counted:
-            self.counters.add(kind, nbytes)
+        Where waiting blocks the host, this is in its ``wait``. Otherwise only the stream on which this runs waits, now.
+        """
+        if self.is_host_blocking:
+            return _FinishedWork(work, finish)
+        (work.work if isinstance(work, _TimedWork) else work).wait()
+        finish()
+        return COMPLETED_WORK
+
+
+def _start(
+    comm: Communicator,
+    start: Callable[[], Any],
+    kind: str,
+    nbytes: int,
+    what: str,
+    on_done: Callable[[], object] | None = None,
+    is_counted: bool = False,
+) -> CollectiveWork:
+    """Start a collective and count it. If it fails, an error names the rank that caused it."""
+    if not is_counted:
+        comm.counters.add(kind, nbytes)
+    try:
+        with label("{} ({}, {:,} bytes)", kind, what, nbytes):
+            work = start()
+    except RuntimeError as error:
+        raise comm.consistency.explain_failure(what, error) from error
+    if comm.is_host_blocking:
+        return _MonitoredWork(work, what, comm.consistency, comm.wait_timer, on_done)
+    if on_done is not None:
+        return comm.finish_with(work, on_done)
+    return _TimedWork(work, comm.wait_timer) if comm.wait_timer.is_running else work
+
+
+def _start_after(
+    comm: Communicator,
+    first: CollectiveWork,
+    queue: deque[_SecondHop],
+    start: Callable[[], Any],
+    kind: str,
+    nbytes: int,
+    what: str,
+    on_done: Callable[[], object] | None = None,
+) -> CollectiveWork:
+    """Count a collective, and start it when another one is done. Where waiting blocks the host, queue it."""
+    comm.counters.add(kind, nbytes)
+    start_now = partial(_start, comm, start, kind, nbytes, what, on_done, is_counted=True)
+    if comm.is_host_blocking:
+        return _SecondHop(first, start_now, queue)
+    untimed = first.work if isinstance(first, _TimedWork) else first
+    untimed.wait()  # of the stream on which this runs, not of compute
+    return start_now()
+
+
+@contextmanager
+def count_tensor_traffic(comm: Communicator) -> Iterator[tuple[Traffic, Traffic] | None]:
+    """Count the traffic of tensor parallelism and of P_a inside the context; yield None without a tensor axis."""
+    if comm.tensor_axis.size == 1:
+        yield None
+        return
+    total, activations = comm.counters.total.setdefault("activation gather", Traffic()), Traffic()
+    count, nbytes = total.count, total.bytes
+    with TPTrafficMode(comm.tensor_axis) as mode:
         try:
-            with label("{} ({}, {:,} bytes)", kind, what, nbytes):
-                work = start()
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
-        if self._is_host_blocking:
-            return _MonitoredWork(work, what, self.consistency, self.wait_timer, on_done)
-        return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
-
-    def _start_after(
-        self,
-        first: CollectiveWork,
-        queue: deque[_SecondHop],
-        start: Callable[[], Any],
-        kind: str,
-        nbytes: int,
-        what: str,
-        on_done: Callable[[], object] | None = None,
-    ) -> CollectiveWork:
-        """Count a collective, and start it when another one is done. Where waiting blocks the host, queue it."""
-        self.counters.add(kind, nbytes)
-        start_now = partial(self._start, start, kind, nbytes, what, on_done, is_counted=True)
-        if self._is_host_blocking:
-            return _SecondHop(first, start_now, queue)
-        untimed = first.work if isinstance(first, _TimedWork) else first
-        untimed.wait()  # of the stream on which this runs, not of compute
-        return start_now()
+            yield mode.traffic, activations
+        finally:
+            activations.count, activations.bytes = total.count - count, total.bytes - nbytes
 
 
 # [Note: groups of reductions]
@@ -367,6 +414,20 @@ class _CompletedWork:
 
     def wait(self) -> None:
         pass
+
+
+COMPLETED_WORK = _CompletedWork()
+
+
+class _FinishedWork:
+    """A collective whose ``wait`` also runs a function."""
+
+    def __init__(self, work: CollectiveWork, finish: Callable[[], object]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._finish()
 
 
 class _SecondHop:
@@ -429,6 +490,24 @@ class _MonitoredWork:
                 self._consistency.wait_for_work(self._work, self._description, start)
         if self._on_done is not None:
             self._on_done()
+
+
+class _QuantizedExchange:
+    """An all-to-all of 8-bit payloads that sends each rank its part of a tensor: see [Note: 8-bit payloads]."""
+
+    def __init__(self, quantizer: Quantizer, packed: torch.Tensor, buffer: torch.Tensor, axis: MeshAxis) -> None:
+        self._quantizer, self._packed, self._axis = quantizer, packed, axis
+        self._sent, self._received = quantizer.exchange_buffers(buffer, packed.numel(), axis.size)
+        self.nbytes = self._sent.nbytes
+
+    def start(self) -> Any:
+        self._quantizer.quantize(self._sent, self._packed)
+        received, sent = self._received.view(-1), self._sent.view(-1)
+        return dist.all_to_all_single(received, sent, group=self._axis.group, async_op=True)
+
+    def sum(self, output: torch.Tensor, factor: float) -> None:
+        """Write ``factor`` times the sum of what all ranks have sent to this one."""
+        self._quantizer.sum(output, self._received, factor)
 
 
 def sum_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:

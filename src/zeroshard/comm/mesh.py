@@ -1,7 +1,7 @@
 """The axes of the mesh, and the process groups behind them.
 
 [Note: two hops]
-With ``Config.partition="full"`` or ``"hierarchical"``, the shard axis is the product of both data axes. A bucket is
+Unless ``Config.partition`` is "hybrid", the shard axis is the product of both data axes. A bucket is
 split over the inner axis first, and each part over the outer one. Two nodes of two ranks::
 
     bucket    |   rank 0 of each node       |   rank 1 of each node       |
@@ -37,6 +37,7 @@ class MeshAxis:
     rank: int
     factors: tuple[MeshAxis, MeshAxis] | None = None  # (outer, inner) of a product: see [Note: two hops]
     group_order: tuple[int, ...] = ()  # of a product: ranks of this axis, in the order of the group's ranks
+    has_local_steps: bool = False  # its ranks are replicas that train alone between averages: Config.local_steps
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
