@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from zeroshard.optim.muon import is_known_muon, step_muon
+from zeroshard.optim.sharded_muon.kernels import TorchKernels
+from zeroshard.optim.sharded_muon.updater import KERNEL_LOADER
 
 SHAPES = [(12, 20), (20, 12), (12, 20), (16, 16), (20, 12), (1, 8), (12, 20)]
 
@@ -69,3 +71,13 @@ def test_a_class_made_from_muon_steps_itself() -> None:
         pass
 
     assert not is_known_muon(Own(parameters()))
+
+
+def test_a_kernel_with_other_numbers_fails_its_test() -> None:
+    class Wrong(TorchKernels):
+        def update_values(self, parts: Any, decay: float, alpha: float) -> None:
+            super().update_values(parts, 1.0, alpha)
+
+    KERNEL_LOADER.self_test(TorchKernels(), torch.device("cpu"))
+    with pytest.raises(AssertionError, match="not close"):
+        KERNEL_LOADER.self_test(Wrong(), torch.device("cpu"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from live import live_beyond, live_bytes
+from live import live_beyond, live_bytes_at_start
 from offloaded import OPTIMIZERS, Case, assert_same, everything, loop, train
 from plain import batches, make_net, net_loss
 from torch import nn
@@ -27,6 +27,8 @@ from zeroshard.config.offload import Offload
 from zeroshard.memory.disk.file import DiskError, OffloadFile
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.optim.cpu.apply import ChunkUpdater
+
+pytestmark = pytest.mark.usefixtures("tried_once")
 
 THERE = tempfile.gettempdir()
 RESTS: list[Any] = [
@@ -422,8 +424,8 @@ def test_nothing_is_left_when_model_and_optimizer_go(way: str, monkeypatch: pyte
                 loop(model, optimizer, Case())
         return weakref.ref(model._zeroshard.engine), weakref.ref(optimizer._cpu_updates)
 
-    gc.collect()
-    threads, maps, before = set(threading.enumerate()), maps_of_files(), live_bytes()
+    before = live_bytes_at_start()
+    threads, maps = set(threading.enumerate()), maps_of_files()
     engine, host = live()
     monkeypatch.undo()
     if way == "failed":  # errors keep their stacks, also those that come late

@@ -19,6 +19,8 @@ import zeroshard
 from zeroshard.comm.consistency import RanksDisagreeError
 from zeroshard.memory.disk.file import DiskError, OffloadFile
 
+pytestmark = pytest.mark.usefixtures("tried_once")
+
 THERE = tempfile.gettempdir()
 RESTS: list[Any] = [
     "host",

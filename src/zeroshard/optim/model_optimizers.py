@@ -14,8 +14,9 @@ flats, and updates of several optimizers may be pending at once. All the rest be
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from zeroshard.engine import Engine
 from zeroshard.optim.loss_scale import LossScale
@@ -40,6 +41,7 @@ class ModelOptimizers:
         if config.precision == "fp16":
             self.loss_scale = LossScale(config.loss_scale, engine.comm.device, is_shared=count > 1)
         self.owner_loads = [0] * engine.comm.shard_axis.size  # elements of whole parameters, by owner
+        self.owner_flops = [0] * engine.comm.shard_axis.size  # of Muon's matrices, by owner
         self.state_bytes: dict[str, list[int]] = {}  # by tier, of each optimizer
         self.members: list[weakref.ref[Membership]] = []  # weak: without an optimizer, its states are freed
 
@@ -48,6 +50,16 @@ class ModelOptimizers:
         member = Membership(self, len(self.members))
         self.members.append(weakref.ref(member))
         return member
+
+
+class StepCounter(Protocol):
+    """Counts the steps of one optimizer: see ``LocalSteps``."""
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+
+    def end_step(self) -> None:
+        """End it."""
 
 
 @dataclass(eq=False)
@@ -59,6 +71,7 @@ class Membership:
     last_step: int = 0  # ``Engine.total_backwards`` in its last step
     discards_grads: bool = False  # whether a zero_grad() has cleared what backwards since its last step have added
     names: set[str] = field(default_factory=set)  # of the parameters in its groups
+    local_steps: StepCounter | None = None
 
     def __post_init__(self) -> None:
         # which optimizer of several this is, for the names of passes: all ranks must use the same one
@@ -72,20 +85,36 @@ class Membership:
     def begin_step(self) -> int:
         """Begin a step; return the number of backwards since the last step of any optimizer."""
         engine = self.shared.engine
+        if self.local_steps is not None:
+            self.local_steps.begin_step()
         self.last_step, backwards, engine.backward_count = engine.total_backwards, engine.backward_count, 0
         return backwards
 
     def end_step(self, backwards: int) -> None:
         """End a step; ``backwards`` is what :meth:`begin_step` returned."""
+        if self.local_steps is not None:
+            self.local_steps.end_step()
         self.shared.engine.gradients.memory.has_unstepped = False
         self.shared.engine.comm.counters.end_step(continues_last=self.shared.count > 1 and not backwards)
 
     def check_ungrouped(self, names: list[str]) -> None:
         """Raise if one of the named parameters is in a group of any optimizer."""
-        alive = [member for reference in self.shared.members if (member := reference()) is not None]
-        for member in alive:
+        for member in self._living_members():
             for name in member.names.intersection(names):
                 raise ValueError(f"{name!r} is already in a parameter group{member.label}")
+
+    def check_averaged_alone(self, name: str, adjacent: Iterable[str]) -> None:
+        """Raise if another optimizer has a parameter in the flat of a named one: its average would change both."""
+        for member in self._living_members():
+            for other in member.names.intersection(adjacent) if member is not self else ():
+                raise ValueError(
+                    f"{name!r} is stored together with {other!r}, which is in a parameter group{member.label}, and "
+                    "with local_steps each optimizer averages its parameters at its own time: add both to one "
+                    "optimizer, or pass them to shard() in the groups of their optimizers"
+                )
+
+    def _living_members(self) -> list[Membership]:
+        return [member for reference in self.shared.members if (member := reference()) is not None]
 
     def track_state_bytes(self, tier: str, nbytes: int) -> None:
         """Record how many bytes the states take in a tier."""

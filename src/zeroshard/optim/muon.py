@@ -3,8 +3,11 @@
 [Note: Muon in batches]
 torch's Muon orthogonalizes one matrix after the other, by about 20 kernels each. On a GPU, kernels for small matrices
 leave most of it idle, and the host cannot start them fast enough. So on a GPU the matrices of one shape are stacked,
-and each product of the Newton–Schulz iteration is one kernel for all of them. The operations are torch's, in the same
-order and dtypes; only the rounding inside a product may differ.
+and each product of the Newton–Schulz iteration is one kernel for all of them.
+
+The operations are torch's, in the same order and dtypes; only the rounding inside a product may differ, and how the
+squares of a norm are summed. Of X ← aX + (bG + cG²)X with G = XXᵀ, torch copies X before the last product, whose kernel
+adds to its output. Here a side stream copies it during the products before.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,14 +78,16 @@ def is_known_muon(optimizer: torch.optim.Optimizer) -> bool:
     """
     if type(optimizer) is not torch.optim.Muon:
         return False
+    return all(is_known_group(group, {p.dtype for p in group["params"]}) for group in optimizer.param_groups)
+
+
+def is_known_group(group: Mapping[str, Any], dtypes: set[torch.dtype]) -> bool:
+    """Return whether the rule of a group of torch's Muon, with parameters of these dtypes, is the one in this file."""
     if set(inspect.signature(torch.optim.Muon).parameters) != {"params", *_KNOWN_OPTIONS}:  # of a later torch
         return False
-    for group in optimizer.param_groups:
-        # Without Nesterov's momentum, torch orthogonalizes a bf16 momentum in place, and so changes it.
-        changes_momentum = not group["nesterov"] and any(p.dtype == torch.bfloat16 for p in group["params"])
-        if group["adjust_lr_fn"] not in _KNOWN_LR_ADJUSTMENTS or changes_momentum:
-            return False
-    return True
+    # Without Nesterov's momentum, torch orthogonalizes a bf16 momentum in place, and so changes it.
+    changes_momentum = not group["nesterov"] and torch.bfloat16 in dtypes
+    return group["adjust_lr_fn"] in _KNOWN_LR_ADJUSTMENTS and not changes_momentum
 
 
 @torch.no_grad()
@@ -114,17 +120,61 @@ def _split(parameters: list[torch.Tensor], max_numel: int) -> Iterator[list[torc
 
 def _update_matrices(parameters: list[torch.Tensor], group: dict[str, Any], states: Any) -> None:
     """Update matrices of one shape."""
+    options = MuonOptions.from_group(group)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for parameter, grad in zip(parameters, grads, strict=True):
         if "momentum_buffer" not in states[parameter]:
             states[parameter]["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
     buffers = [states[parameter]["momentum_buffer"] for parameter in parameters]
-    lr = float(group["lr"])
-    torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-    updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
-    updates = orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-    torch._foreach_add_(parameters, updates, alpha=-lr * _lr_ratio(parameters[0].shape, group["adjust_lr_fn"]))
+    torch._foreach_lerp_(buffers, grads, 1 - options.momentum)
+    updates = torch._foreach_lerp(grads, buffers, options.momentum) if options.nesterov else buffers
+    updates = orthogonalize(updates, *options.newton_schulz)
+    torch._foreach_mul_(parameters, options.decay)
+    torch._foreach_add_(parameters, updates, alpha=options.alpha(parameters[0].shape))
+
+
+class MuonOptions(NamedTuple):
+    """The options of a group of Muon.
+
+    >>> MuonOptions.from_group(torch.optim.Muon([torch.ones(4, 1)], lr=0.5).param_groups[0]).alpha(torch.Size([4, 1]))
+    -1.0
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    newton_schulz: tuple[tuple[float, float, float], int, float]  # coefficients, iterations, epsilon
+    lr_adjustment: str | None
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> MuonOptions:
+        a, b, c = group["ns_coefficients"]
+        newton_schulz = ((a, b, c), group["ns_steps"], group["eps"])
+        numbers = float(group["lr"]), group["weight_decay"], group["momentum"], group["nesterov"]
+        return cls(*numbers, newton_schulz, group["adjust_lr_fn"])
+
+    @property
+    def decay(self) -> float:
+        """The factor of the old values."""
+        return 1 - self.lr * self.weight_decay
+
+    def alpha(self, shape: torch.Size) -> float:
+        """Return the factor of the orthogonalized update: the learning rate, adjusted for the shape."""
+        rows, columns = shape
+        if self.lr_adjustment == "match_rms_adamw":
+            return -self.lr * (0.2 * math.sqrt(max(rows, columns)))
+        return -self.lr * math.sqrt(max(1, rows / columns))
+
+
+def newton_schulz_flops(shape: torch.Size, steps: int = 5) -> int:
+    """Return the FLOPs of the products that orthogonalize a matrix.
+
+    >>> newton_schulz_flops(torch.Size([8, 2]))
+    720
+    """
+    short, long = sorted(shape)
+    return steps * (4 * short**2 * long + 2 * short**3)
 
 
 def orthogonalize(
@@ -136,21 +186,86 @@ def orthogonalize(
     >>> bool((left.float() - torch.eye(4)).abs().max() < 0.02), torch.equal(left, right)
     (True, True)
     """
-    a, b, c = coefficients
     rows, columns = matrices[0].shape
     stack = torch.empty((len(matrices), rows, columns), dtype=torch.bfloat16, device=matrices[0].device)
     torch._foreach_copy_(list(stack.unbind()), list(matrices))
-    stack /= torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
+    return list(orthogonalize_stack(stack, coefficients, steps, eps).unbind())
+
+
+class StackKernels(Protocol):
+    """What Newton–Schulz does with a stack of bf16 matrices besides products."""
+
+    def normalize(self, stack: torch.Tensor, eps: float) -> None:
+        """Divide each matrix of a stack by its norm, in place."""
+
+    def start_copy(self, stack: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to copy a stack; the result waits for the copy and returns it."""
+
+
+class TorchStackKernels:
+    """By torch's own operations."""
+
+    def normalize(self, stack: torch.Tensor, eps: float) -> None:
+        """Divide each matrix of a stack by its norm, in place."""
+        stack /= torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
+
+    def start_copy(self, stack: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that copies a stack."""
+        return stack.clone
+
+
+def orthogonalize_stack(
+    stack: torch.Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    kernels: StackKernels | None = None,
+) -> torch.Tensor:
+    """Orthogonalize a stack of contiguous bf16 matrices, which may be changed: see [Note: Muon in batches]."""
+    a, b, c = coefficients
+    kernels, (rows, columns) = kernels or TorchStackKernels(), stack.shape[1:]
+    kernels.normalize(stack, eps)
     for _ in range(steps):
+        wait_copy = kernels.start_copy(stack)
         # torch transposes tall matrices; the products in the other order are the transposes of its own.
         gram = torch.bmm(stack.mT, stack) if rows > columns else torch.bmm(stack, stack.mT)
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = gram.mul(1).baddbmm_(gram, gram, beta=b, alpha=c)  # a product copies sooner than torch's own copy
         factors = (stack, gram) if rows > columns else (gram, stack)
-        stack = torch.baddbmm(stack, *factors, beta=a)
-    return list(stack.unbind())
+        stack = wait_copy().baddbmm_(*factors, beta=a)
+    return stack
 
 
-def _lr_ratio(shape: torch.Size, adjustment: str | None) -> float:
-    """Return the factor of the learning rate that makes the updates of all shapes equally large."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if adjustment == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+def orthogonalize_bf16(
+    matrices: Sequence[torch.Tensor],
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    kernels: StackKernels,
+) -> list[torch.Tensor]:
+    """Orthogonalize bf16 matrices of one shape, which may be changed: on a GPU at once, without a copy if adjacent."""
+    if matrices[0].device.type != "cuda":  # it gains nothing, and this way has torch's bits
+        return [_orthogonalize_one(matrix, coefficients, steps, eps) for matrix in matrices]
+    first = matrices[0]
+    is_stack = all(matrix.is_contiguous() for matrix in matrices) and all(
+        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.storage_offset() + left.numel() == right.storage_offset()
+        for left, right in pairwise(matrices)
+    )
+    if not is_stack:
+        return orthogonalize(matrices, coefficients, steps, eps)
+    stack = first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
+    return list(orthogonalize_stack(stack, coefficients, steps, eps, kernels).unbind())
+
+
+def _orthogonalize_one(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Orthogonalize a bf16 matrix, which is changed, by torch's operations in its order."""
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

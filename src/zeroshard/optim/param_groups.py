@@ -19,6 +19,7 @@ from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.model_optimizers import Membership
 from zeroshard.optim.slices import OptimizerSlice, make_slices
 from zeroshard.optim.step import OptimizerStep
+from zeroshard.optim.whole_params import WholeParam
 
 DIGEST_BYTES = 8
 
@@ -238,7 +239,7 @@ class ParamGroups:
     ) -> None:
         engine = self._engine = member.shared.engine
         self.inner, self.member, self._cpu_updates = inner, member, cpu_updates
-        self._slice_guard, self._max_slice_numel, self.whole = step.slice_guard, step.max_slice_numel, step.whole
+        self._step, self.whole, self.muon = step, step.whole, step.muon
         self.names: list[list[str]] = []  # per group, in the order the user gave them
         self.views: list[ParamGroupView] = []  # the groups as users see them
         self.slices: list[list[OptimizerSlice]] = []  # per group; none for a group of whole parameters
@@ -267,10 +268,13 @@ class ParamGroups:
         self.own = OwnParams.find(self._engine, self.member.names)
         self.slices.append([])
         if needs_whole:
-            self._set_whole(index, names)
-            return
+            group = self.inner.param_groups[index]
+            if self.muon is None or not self.muon.accepts(group, group["params"]):
+                self._set_whole(index, names)
+                return
+            self.muon.add(names, group)
         segments = self._engine.gradients.memory.segments
-        self._set_slices(index, make_slices(flats, set(names), self._max_slice_numel, segments))
+        self._set_slices(index, make_slices(flats, set(names), self._step.max_slice_numel, segments))
 
     def _set_whole(self, index: int, names: list[str]) -> None:
         """Replace the parameters of a group by those that this rank owns, with the attributes that the user has set."""
@@ -279,11 +283,23 @@ class ParamGroups:
         owned = self.whole.add(names)
         for param in owned:
             param.copy_attributes(originals.get(param.name))
+        self._set_owned(index, names, owned)
+
+    def set_whole_matrices(self) -> None:
+        """Replace the slices of Muon's groups by the matrices that this rank owns; their states are left behind."""
+        for index, names in enumerate(self.names):
+            params = self.muon.remove(self.inner.param_groups[index]) if self.muon is not None else []
+            if params:
+                self._set_slices(index, [])
+                self._set_owned(index, names, self.whole.add(names, params))
+
+    def _set_owned(self, index: int, names: list[str], owned: list[WholeParam]) -> None:
+        group = self.inner.param_groups[index]
         group["params"] = [param.parameter for param in owned]
         if "param_names" in group:
             labels = dict(zip(names, group["param_names"], strict=True))
             group["param_names"] = [labels[param.name] for param in owned]
-        self._slice_guard.guard(group["params"])
+        self._step.slice_guard.guard(group["params"])
 
     def check_unchanged(self) -> None:
         """Raise if parameters were added to or removed from the list of a group: it would have no effect."""
@@ -304,6 +320,11 @@ class ParamGroups:
                 raise ValueError("add_param_group() takes trainable parameters of the sharded model only")
             names.append(info.name)
         self.member.check_ungrouped(names)
+        if self._engine.context.config.local_steps > 1:
+            for flat in self._engine.gradients.flat_grads:
+                for name in flat.names:
+                    if name in names:
+                        self.member.check_averaged_alone(name, flat.names)
         return names
 
     def split(self, index: int) -> None:
@@ -320,7 +341,7 @@ class ParamGroups:
         self.slices[index] = slices
         self.all_slices = [slice_ for group in self.slices for slice_ in group]
         self.inner.param_groups[index]["params"] = [slice_.parameter for slice_ in slices]
-        self._slice_guard.guard([slice_.parameter for slice_ in slices])
+        self._step.slice_guard.guard([slice_.parameter for slice_ in slices])
         for slice_ in slices:
             slice_.param_group = self.inner.param_groups[index]
         if self._cpu_updates is not None:

@@ -43,8 +43,9 @@ def find_routing(engine: Engine, groups: ParamGroups) -> Routing:
             update = measure_update(groups.inner, group, shape, param.dtype)
             known[key] = None if update is None else update.state_bytes
         whole[param.name] = OwnedParam(param.owner, shape.numel(), known[key])
-    flat = {name: numels[name] for name in group_of if name in numels and name not in whole}
-    return Routing(engine.comm.shard_axis.size, flat, whole)
+    matrices = groups.muon.owned_matrices() if groups.muon is not None else {}
+    flat = {name: numels[name] for name in group_of if name in numels and name not in whole | matrices}
+    return Routing(engine.comm.shard_axis.size, flat, whole, matrices)
 
 
 class MeasuredUpdate(NamedTuple):

@@ -17,11 +17,18 @@ from zeroshard.memory import Routing
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import RuleChecker, find_whole_param_groups
+from zeroshard.optim.local_steps import LocalSteps
 from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.optimizer_copy import read_state_dict
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.routing import check_empty_groups, find_routing
-from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
+from zeroshard.optim.state_dict import (
+    OptimizerStates,
+    allocate_masters,
+    check_shardable_states,
+    describe_full_states,
+    give_matrices_to_owners,
+)
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
@@ -98,6 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_runner = step = OptimizerStep(inner, shared, self._cpu_updates)
         self._groups = ParamGroups(inner, self._member, self._cpu_updates, step)
         self._states = OptimizerStates(engine, self._groups, self._cpu_updates)
+        self.local_steps = self._member.local_steps = LocalSteps.of(engine, self._groups)
         self._needs_tp_grad_check = engine.comm.tensor_axis.size > 1  # in the first step
         states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0, device="cpu")], {})
@@ -145,8 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return loss
         scaled = self._loss_scale.apply(loss)
         if scaled.requires_grad:
-            gradients = self._engine.gradients
-            scaled.register_hook(partial(gradients.on_scaled_backward, self._loss_scale.inverse_scale))  # type: ignore[no-untyped-call]
+            scaled.register_hook(partial(self._engine.gradients.on_scaled_backward, self._loss_scale.inverse_scale))  # type: ignore[no-untyped-call]
         return scaled
 
     @property
@@ -200,13 +207,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if self._step_runner.muon is not None and self._step_runner.needs_whole_matrices():
+                give_matrices_to_owners(self._states, self._groups, engine)
             which, backwards = self._member.label, self._member.backwards
             engine.order.begin_pass(f"step{which} after {backwards} backwards{engine.gradients.scaled_suffix}")
             self._groups.check_unchanged()
             self._groups.check_frozen_grads()
             model_backwards = self._member.begin_step()
             engine.reduce_pending()
-            if not engine.gradients.is_partitioned:
+            if engine.gradients.local_sums.is_used:
                 engine.gradients.local_sums.on_step(model_backwards, self._member.number)
             if self._needs_tp_grad_check:
                 self._needs_tp_grad_check = False
@@ -301,8 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_state(self, name: str) -> dict[str, Any]:
         """Return the full optimizer state of one parameter, in its original shape. All ranks must call it together."""
-        described = self._states.describe([name], f"read the optimizer's state of {name!r}")
-        return self._states.full(described)[name]
+        return self._states.full(self._states.describe([name], f"read the optimizer's state of {name!r}"))[name]
 
     @property
     def tp_whole_names(self) -> set[str]:
@@ -337,8 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _track_state_bytes(self) -> None:
         for tier in TIERS if self._cpu_updates is not None else TIERS[:1]:
-            nbytes = sum([tensor.nbytes for tensor in self._groups.state_tensors(tier)])
-            self._member.track_state_bytes(tier, nbytes)
+            self._member.track_state_bytes(tier, sum([state.nbytes for state in self._groups.state_tensors(tier)]))
 
 
 def _placeholder(parameter: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.nn.Parameter:

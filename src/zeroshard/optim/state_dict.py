@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ class OptimizerStates:
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the full state dict, as the plain optimizer would; see :meth:`full`. All ranks call it together."""
+        _warn_of_replicas(self._groups)
         param_ids = {name: number for number, name in enumerate(name for names in self._groups.names for name in names)}
         described = self.describe(param_ids, "read the optimizer's state_dict()")
         states = {param_ids[name]: state for name, state in self.full(described, rank).items() if state}
@@ -282,6 +284,31 @@ class OptimizerStates:
         """Return the shapes of all parameters, by name."""
         flats = [flat for unit in self._engine.units for flat in unit.flats]
         return {name: shape for flat in flats for name, shape in zip(flat.names, flat.full_shapes, strict=True)}
+
+
+def _warn_of_replicas(groups: ParamGroups) -> None:
+    if groups.member.local_steps is not None:
+        warnings.warn(
+            "optimizer.state_dict() with local_steps has the states of one replica, without the others' and the outer "
+            "optimizer's: to continue a run exactly, use zeroshard.save()",
+            stacklevel=5,
+        )
+
+
+def give_matrices_to_owners(states: OptimizerStates, groups: ParamGroups, engine: Engine) -> None:
+    """Give the matrices that Muon has on slices to their owners, with their states. All ranks call it together."""
+    params = groups.muon.params if groups.muon is not None else []
+    described = states.describe([param.name for param in params], "give Muon's matrices to their owners")
+    owned: dict[WholeParam, dict[str, Any]] = {}
+    for param in params:
+        state = states.full({param.name: described[param.name]})[param.name]
+        if param.owner == engine.comm.shard_axis.rank:
+            owned[param] = state
+    before = {slice_.parameter for slice_ in groups.all_slices}
+    groups.set_whole_matrices()
+    for parameter in before - {slice_.parameter for slice_ in groups.all_slices}:
+        groups.inner.state.pop(parameter, None)
+    groups.inner.state.update({param.parameter: state for param, state in owned.items() if state})
 
 
 class StateDtypes:

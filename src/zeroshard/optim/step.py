@@ -1,11 +1,12 @@
 """One step of the user's optimizer over this rank's slices.
 
 [Note: an optimizer step]
-``OptimizerStep.run`` gets the slices that have a gradient and gives each to one of three updaters, in this order:
+``OptimizerStep.run`` gets the slices that have a gradient and gives each to one of four updaters, in this order:
 
-    FusedAdam     slices of fused Adam and AdamW on a GPU         optim/fused_adam/  [Note: fused Adam in one pass]
-    TorchUpdater  the other slices on the device                  this file          [Note: stepping in batches]
-    CpuUpdates    offloaded slices: only submits their updates    optim/cpu/         [Note: overlapping CPU updates]
+    FusedAdam     slices of fused Adam and AdamW on a GPU         optim/fused_adam/    [Note: fused Adam in one pass]
+    MuonUpdater   slices of torch's Muon                          optim/sharded_muon/  [Note: Muon on shards]
+    TorchUpdater  the other slices on the device                  this file            [Note: stepping in batches]
+    CpuUpdates    offloaded slices: only submits their updates    optim/cpu/           [Note: overlapping CPU updates]
 
 TorchUpdater also steps the parameters that have no slices: see [Note: whole parameters]. All of them unscale and clip a
 gradient when they read it (``GradScale``), and with fp16 they update nothing if a gradient overflowed on any rank:
@@ -49,6 +50,7 @@ from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.muon import MuonWithAdamW, step_in_batches
 from zeroshard.optim.optimizer_copy import is_scheduler_step
+from zeroshard.optim.sharded_muon.updater import MuonUpdater
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 from zeroshard.optim.whole_params import WholeParam, WholeParams
 from zeroshard.sharding import ALIGN_ELEMENTS
@@ -93,7 +95,7 @@ class RuleCheckerProtocol(Protocol):
 
 
 class OptimizerStep:
-    """One step of an optimizer, by up to three updaters: see [Note: an optimizer step]."""
+    """One step of an optimizer, by up to four updaters: see [Note: an optimizer step]."""
 
     def __init__(self, inner: torch.optim.Optimizer, shared: ModelOptimizers, cpu_updates: CpuUpdates | None) -> None:
         engine = self._engine = shared.engine
@@ -102,8 +104,9 @@ class OptimizerStep:
         self._fused_adam = None if kernel is None else FusedAdam(inner, engine, kernel)
         self._torch = TorchUpdater(inner, shared, cpu_updates is not None)
         self.whole = self._torch.whole
+        self.muon = MuonUpdater.of(inner, engine, shared.owner_flops)
         # Updates on the CPU are submitted last: they may step a copy of the optimizer on another thread.
-        updaters: tuple[SliceUpdater | None, ...] = (self._fused_adam, self._torch, cpu_updates)
+        updaters: tuple[SliceUpdater | None, ...] = (self._fused_adam, self.muon, self._torch, cpu_updates)
         self._updaters = [updater for updater in updaters if updater is not None]
         self._flats = [flat for unit in engine.units for flat in unit.flats]
         self.rules: RuleCheckerProtocol | None = None
@@ -120,6 +123,12 @@ class OptimizerStep:
                 "zero_grad(set_to_none=False) writes zeros to it: clone the gradient in the optimizer, or call "
                 "zero_grad()"
             )
+
+    def needs_whole_matrices(self) -> bool:
+        """Return whether the next step must see matrices that Muon has on slices: see [Note: Muon on shards]."""
+        if self.muon is None or not self.muon.params:
+            return False
+        return self._torch.decide_single_call() or not self.muon.can_step()
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the slices, which all have a gradient; ``backwards`` have run since the last step.
@@ -147,7 +156,8 @@ class OptimizerStep:
             with label("update {} slices ({})", len(selected), type(updater).__name__):
                 is_updated &= updater.step(selected, grad_scale)
             if updater is self._fused_adam and selected:  # it also writes the compute parameters
-                master_only_flats = list(dict.fromkeys(part.flat for slice_ in left for part in slice_.flat_ranges))
+                flats = [part.flat for slice_ in left for part in slice_.flat_ranges]
+                master_only_flats = list(dict.fromkeys(flats + [param.flat for param in self.whole.params]))
         if self.rules is not None:
             self.rules.accept()
         if self._cpu_updates is not None and is_single_call:
@@ -165,7 +175,10 @@ class OptimizerStep:
         loss_scale.check_overflow(*self._overflow_inputs(slices))
         what = "look for overflow"
         self._engine.order.check(what)
-        self._engine.comm.all_reduce_over_mesh(loss_scale.found_inf, what, dist.ReduceOp.MAX)
+        comm = self._engine.comm
+        comm.all_reduce_over_mesh(loss_scale.found_inf, what, dist.ReduceOp.MAX)
+        if comm.average_axis.size > 1:  # replicas that train alone skip together: they count the same steps
+            comm.all_reduce(loss_scale.found_inf, comm.average_axis, what, dist.ReduceOp.MAX).wait()
         return replace(self._engine.gradients.scaling.scale, found_inf=loss_scale.found_inf)
 
     def _overflow_inputs(self, slices: list[OptimizerSlice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -183,8 +196,9 @@ class OptimizerStep:
             if flat_grad.shard is not None and not flat_grad.is_offloaded:
                 on_device.append(part.view(flat_grad.shard))
         for flat_grad in flat_grads.values():
-            magnitudes += [norm for norms in flat_grad.max_abs.values() for norm in norms]
-            if flat_grad.is_offloaded and not flat_grad.max_abs and flat_grad.shard is not None:
+            max_abs = flat_grad.norms[math.inf]
+            magnitudes += [norm for norms in max_abs.values() for norm in norms]
+            if flat_grad.is_offloaded and not max_abs and flat_grad.shard is not None:
                 flat_grad.wait_copy()  # it was changed after it was offloaded
                 magnitudes += [norm.to(self._engine.comm.device) for norm in compute_norms([flat_grad.shard], math.inf)]
         return on_device, magnitudes

@@ -41,17 +41,18 @@ weights and gradients are read from and written to their own tiers.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zeroshard.comm import CollectiveWork
 from zeroshard.engine import Engine, FlatParam, GradScale
 from zeroshard.memory import TierAllocator
 from zeroshard.optim.slices import is_adjacent
@@ -153,6 +154,13 @@ class WholeParam:
         """The number of elements that each rank of the shard axis has."""
         return [sum(elements.numel for elements in ranges) for ranges in self.ranges_by_rank]
 
+    def is_in_order(self, dtype: torch.dtype) -> bool:
+        """Return whether the runs of all ranks, one after the other and in this dtype, are the flattened parameter."""
+        ranges = [elements for by_rank in self.ranges_by_rank for elements in by_rank]
+        starts = accumulate((elements.numel for elements in ranges), initial=0)
+        is_adjacent = all(elements.start == start for elements, start in zip(ranges, starts, strict=False))
+        return is_adjacent and all(run_bytes(n, dtype) == n * dtype.itemsize for n in self.numel_by_rank)
+
     def views_of(self, flattened: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return the ranges of the flattened parameter that a rank of the shard axis has."""
         return [flattened[elements.slice] for elements in self.ranges_by_rank[rank]]
@@ -182,6 +190,22 @@ class WholeParam:
         """Leave the parameter its shape only."""
         self.parameter.grad = None
         self.parameter.data = self._placeholder
+
+
+def make_whole_params(
+    engine: Engine, names: Sequence[str], loads: list[int], cost: Callable[[torch.Size], int]
+) -> list[WholeParam]:
+    """Assign owners to the named parameters, without frozen ones, by the cost of their shapes."""
+    places = {name: (flat, i) for flat in engine.gradients.flat_grads for i, name in enumerate(flat.names)}
+    found = [places[name] for name in names if name in places]
+    owners = assign_owners([cost(flat.full_shapes[index]) for flat, index in found], loads)
+    return [WholeParam(flat, index, owner) for (flat, index), owner in zip(found, owners, strict=True)]
+
+
+def has_grad(engine: Engine, param: WholeParam) -> bool:
+    """Return whether a parameter has a gradient on some rank: the same on all ranks."""
+    flat_grad = engine.gradients.flat_grads[param.flat]
+    return flat_grad.has_shard and flat_grad.is_param_used[param.index]
 
 
 @dataclass(slots=True)
@@ -219,12 +243,9 @@ class WholeParams:
         self.names: set[str] = set()  # of all parameters in their groups, frozen ones included
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
 
-    def add(self, names: Sequence[str]) -> list[WholeParam]:
-        """Assign owners to the named parameters; return those that this rank owns."""
-        places = {name: (flat, i) for flat in self._engine.gradients.flat_grads for i, name in enumerate(flat.names)}
-        found = [places[name] for name in names if name in places]
-        owners = assign_owners([flat.full_shapes[index].numel() for flat, index in found], self._loads)
-        added = [WholeParam(flat, index, owner) for (flat, index), owner in zip(found, owners, strict=True)]
+    def add(self, names: Sequence[str], params: list[WholeParam] | None = None) -> list[WholeParam]:
+        """Assign owners to the named parameters, unless they have some; return those that this rank owns."""
+        added = make_whole_params(self._engine, names, self._loads, torch.Size.numel) if params is None else params
         self.params += added
         self.names.update(names)
         return self.owned(added)
@@ -235,11 +256,7 @@ class WholeParams:
 
     def with_grads(self) -> list[WholeParam]:
         """Return the parameters that have a gradient on some rank: the same on all ranks."""
-        return [param for param in self.params if self._has_grad(param)]
-
-    def _has_grad(self, param: WholeParam) -> bool:
-        flat_grad = self._engine.gradients.flat_grads[param.flat]
-        return flat_grad.has_shard and flat_grad.is_param_used[param.index]
+        return [param for param in self.params if has_grad(self._engine, param)]
 
     def split_batches(self, params: Sequence[WholeParam]) -> list[list[WholeParam]]:
         """Split parameters into batches of one exchange each, the same on all ranks."""
@@ -353,7 +370,7 @@ class WholeParams:
             for rank in self._axis.ranks_by_group
         ]
         sent = self._by_owner((param, run) for (param, _), run in shards.items())
-        self._gathering = owned, Exchange(self._engine, sent, received_bytes)
+        self._gathering = owned, Exchange(self._engine, sent, received_bytes).pack().start()
 
     def _finish_gather(self) -> Wholes:
         """Return the flattened tensors of the parameters that this rank owns, from the shards of all ranks."""
@@ -371,28 +388,9 @@ class WholeParams:
 
     def _gather_tp_shards(self, wholes: Wholes) -> Wholes:
         """Return the tensors of parameters that are divided over the tensor axis, from the TP shards of its ranks."""
-        comm, ranks = self._engine.comm, range(self._engine.comm.tensor_axis.size)
-        tp_shards = {key: tp_shard for key in wholes if (tp_shard := key[0].tp_shard) is not None}
-        sizes = [
-            sum(run_bytes(tp_shard.shape_on_rank(rank).numel(), key[0].dtype) for key, tp_shard in tp_shards.items())
-            for rank in ranks
-        ]
-        packed = torch.empty(max(sizes), dtype=torch.uint8, device=comm.device)
-        received = torch.empty(len(ranks) * max(sizes), dtype=torch.uint8, device=comm.device)
-        runs = [Run(whole.dtype, [whole]) for whole in wholes.values()]
-        _copy(_views_of_runs(packed, runs), list(wholes.values()))
-        self._engine.context.tracker.record_transient("step", packed.nbytes + received.nbytes)
-        comm.all_gather_tp_shards(received, packed, TENSOR_AXIS_LABEL).wait()
-        self._free(sum(whole.nbytes for whole in wholes.values()))
-        tensors = {key: self._allocate(tp_shard.full_shape, key[0].dtype) for key, tp_shard in tp_shards.items()}
-        for rank, part in zip(ranks, received.view(len(ranks), -1), strict=True):
-            offset = 0
-            for key, tp_shard in tp_shards.items():
-                shape, dtype = tp_shard.shape_on_rank(rank), key[0].dtype
-                values = part[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-                tp_shard.write(values, rank, tensors[key])
-                offset += run_bytes(shape.numel(), dtype)
-        return tensors
+        tensors = gather_tp_shards(self._engine, [(param, whole) for (param, _), whole in wholes.items()])
+        self._free(sum(whole.nbytes for whole in wholes.values()) - sum(tensor.nbytes for tensor in tensors))
+        return dict(zip(wholes, tensors, strict=True))
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for values or a gradient, tracked until the step of its batch is done."""
@@ -420,7 +418,7 @@ class WholeParams:
         ]
         received = self._by_owner(runs.items())
         received_bytes = [sum(run.nbytes for run in from_owner) for from_owner in received]
-        self._scattering = received, Exchange(self._engine, sent, received_bytes)
+        self._scattering = received, Exchange(self._engine, sent, received_bytes).pack().start()
 
     def _finish_scatter(self) -> None:
         """Write the new values that this rank has received to its shards."""
@@ -445,7 +443,7 @@ class WholeParams:
         shards: Shards = {}
         for param in params:
             shards[param, False] = Run(param.dtype, values[param.flat, param.index])
-            if has_grads and self._has_grad(param):
+            if has_grads and has_grad(self._engine, param):
                 flat_grad = self._engine.gradients.flat_grads[param.flat]
                 shards[param, True] = Run(flat_grad.dtype, [part for _, part in flat_grad.param_shards(param.index)])
         return shards
@@ -461,32 +459,98 @@ class WholeParams:
 class Exchange:
     """An all-to-all over the shard axis, in flight. Both buffers live until it is done."""
 
-    def __init__(self, engine: Engine, sent: list[list[Run]], received_bytes: list[int]) -> None:
-        """Start to send runs to each rank, and to receive as many bytes from each."""
-        self._tracker, comm = engine.context.tracker, engine.comm
-        sent_bytes = [sum(run.nbytes for run in runs) for runs in sent]
-        self._packed, self._received = (
-            torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device) for sizes in (sent_bytes, received_bytes)
+    def __init__(
+        self,
+        engine: Engine,
+        sent: list[list[Run]],
+        received_bytes: list[int],
+        packed: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate the buffers: for the runs that each rank gets, and for as many bytes from each.
+
+        ``packed``: the runs, one after the other.
+        """
+        self._engine, self._tracker = engine, engine.context.tracker
+        self._runs = [run for runs in sent for run in runs]
+        self._sizes = received_bytes, [sum(run.nbytes for run in runs) for runs in sent]
+        self._received, empty = (
+            torch.empty(sum(sizes) if sizes else 0, dtype=torch.uint8, device=engine.comm.device)
+            for sizes in (received_bytes, self._sizes[1] if packed is None else [])
         )
+        self._packed = empty if packed is None else packed.view(torch.uint8)
         self._tracker.add("step", self._packed.nbytes + self._received.nbytes)
-        engine.gradients.wait_offloaded()
-        all_runs = [run for runs in sent for run in runs]
-        _copy(_views_of_runs(self._packed, all_runs), [part for run in all_runs for part in run.parts])
-        engine.order.check(EXCHANGE_LABEL)
-        self._work = comm.all_to_all(self._received, self._packed, received_bytes, sent_bytes, EXCHANGE_LABEL)
+        self._work: CollectiveWork | None = None
+
+    def buffers(self) -> list[object]:
+        """Return both buffers, to keep them alive."""
+        return [self._packed, self._received]
+
+    def sent_views(self) -> list[torch.Tensor]:
+        """Return a view of the buffer for each part that is sent, in the order of the runs."""
+        return views_of_runs(self._packed, self._runs)
+
+    def pack(self) -> Exchange:
+        """Copy the parts into the buffer."""
+        self._engine.gradients.wait_offloaded()
+        _copy(self.sent_views(), [part for run in self._runs for part in run.parts])
+        return self
+
+    def start(self) -> Exchange:
+        """Start to send what is in the buffer."""
+        comm = self._engine.comm
+        self._engine.order.check(EXCHANGE_LABEL)
+        self._work = comm.all_to_all(self._received, self._packed, *self._sizes, EXCHANGE_LABEL)
+        return self
 
     def wait(self) -> None:
         """Wait until all is received, and free what was sent."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         self._tracker.add("step", -self._packed.nbytes)
         self._packed = torch.empty(0, device="cpu")
+
+    def received_views(self, runs: list[Run]) -> list[torch.Tensor]:
+        """Return a view of what was received for each part of the runs, in the order of the ranks."""
+        return views_of_runs(self._received, runs)
+
+    def take_received(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all that was received; the caller tracks its memory from now on."""
+        return self._received.view(dtype)
 
     def unpack(self, runs: Iterable[Run]) -> None:
         """Copy what was received, in the order of the ranks, to the parts of the runs, and free it."""
         listed = list(runs)
-        _copy([part for run in listed for part in run.parts], _views_of_runs(self._received, listed))
+        _copy([part for run in listed for part in run.parts], self.received_views(listed))
+        self.free()
+
+    def free(self) -> None:
+        """Free what was received."""
         self._tracker.add("step", -self._received.nbytes)
         self._received = torch.empty(0, device="cpu")
+
+
+def gather_tp_shards(engine: Engine, wholes: list[tuple[WholeParam, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the tensors of parameters that are divided over the tensor axis, from their flattened TP shards.
+
+    All ranks of this axis call it together.
+    """
+    comm, ranks = engine.comm, range(engine.comm.tensor_axis.size)
+    divided = [(tp_shard, whole.dtype) for param, whole in wholes if (tp_shard := param.tp_shard) is not None]
+    sizes = [sum(run_bytes(shard.shape_on_rank(rank).numel(), dtype) for shard, dtype in divided) for rank in ranks]
+    packed = torch.empty(max(sizes), dtype=torch.uint8, device=comm.device)
+    received = torch.empty(len(ranks) * max(sizes), dtype=torch.uint8, device=comm.device)
+    _copy(views_of_runs(packed, [Run(whole.dtype, [whole]) for _, whole in wholes]), [whole for _, whole in wholes])
+    engine.context.tracker.record_transient("step", packed.nbytes + received.nbytes)
+    comm.all_gather_tp_shards(received, packed, TENSOR_AXIS_LABEL).wait()
+    tensors = [torch.empty(tp_shard.full_shape, dtype=dtype, device=comm.device) for tp_shard, dtype in divided]
+    for rank, part in zip(ranks, received.view(len(ranks), -1), strict=True):
+        offset = 0
+        for (tp_shard, dtype), tensor in zip(divided, tensors, strict=True):
+            shape = tp_shard.shape_on_rank(rank)
+            values = part[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            tp_shard.write(values, rank, tensor)
+            offset += run_bytes(shape.numel(), dtype)
+    return tensors
 
 
 def run_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -498,7 +562,7 @@ def run_bytes(numel: int, dtype: torch.dtype) -> int:
     return round_up(numel * dtype.itemsize, ALIGN_BYTES)
 
 
-def _views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
+def views_of_runs(buffer: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
     """Return a view of the buffer for each part of each run, by one split for each dtype."""
     views_by_dtype = {}
     buffer = buffer[: sum(run.nbytes for run in runs)]
