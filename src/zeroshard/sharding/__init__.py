@@ -1,9 +1,17 @@
 """Decisions without storage: which states a stage shards, units, layouts, tiers and dtypes."""
 
+from zeroshard.sharding.float8_layers import Float8Layers, find_float8_layers
 from zeroshard.sharding.layout import ALIGN_ELEMENTS, ParamRange, Range, round_up
 from zeroshard.sharding.placement import Placement
 from zeroshard.sharding.precision import Precision, matches
-from zeroshard.sharding.shard_plan import FlatSpec, ParamSpec, ShardPlan, plan_shards
+from zeroshard.sharding.shard_plan import (
+    EightBitParams,
+    FlatSpec,
+    ParamSpec,
+    ShardPlan,
+    find_eight_bit_params,
+    plan_shards,
+)
 from zeroshard.sharding.tier_placement import PAGE_BYTES, PREFETCH_SHARDS, STAGING_SLOTS
 from zeroshard.sharding.units import (
     UnitSpec,
@@ -19,7 +27,9 @@ __all__ = [
     "PAGE_BYTES",
     "PREFETCH_SHARDS",
     "STAGING_SLOTS",
+    "EightBitParams",
     "FlatSpec",
+    "Float8Layers",
     "ParamRange",
     "ParamSpec",
     "Placement",
@@ -30,6 +40,8 @@ __all__ = [
     "blocks_per_group",
     "find_block_matrices",
     "find_cast_blocks",
+    "find_eight_bit_params",
+    "find_float8_layers",
     "find_repeated_blocks",
     "matches",
     "plan_shards",

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
+from zeroshard.comm import BLOCK_NUMEL, exchange_numel, payload_bytes
 from zeroshard.config.config import Config
-from zeroshard.sharding.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes
+from zeroshard.sharding.float8_layers import Float8Layers, describe
+from zeroshard.sharding.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes, round_up
 from zeroshard.sharding.placement import Placement
 from zeroshard.sharding.precision import Precision
 from zeroshard.sharding.tier_placement import (
@@ -25,6 +28,8 @@ from zeroshard.sharding.tier_placement import (
 )
 from zeroshard.sharding.units import UnitSpec
 
+_QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that 8-bit collectives convert
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -35,6 +40,7 @@ class ParamSpec:
     requires_grad: bool
     is_optimized: bool  # an optimizer updates it
     optimizer: int = 0  # which one, of several; -1: none of them
+    is_float8_weight: bool = False  # only a float8 layer uses it
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,24 +59,116 @@ class FlatSpec:
     is_cast_from_master: bool = False  # keeps only its master: see [Note: all-gathering from master weights]
     unit: str = ""  # name of its unit
     inner_count: int = 1  # ranks of the inner axis, if gathers and reductions take two hops: [Note: two hops]
+    is_gathered_in_float8: bool = False  # see [Note: gathering float8]
     keeps_inner_shard: bool = False  # parameters are partitioned over the inner axis: [Note: inner shards]
+    keeps_inner_sum: bool = False  # gradients are, until the last backward of a step: [Note: inner sums]
+    gather_dtype: str | None = None  # parameters are all-gathered in 8 bits: see [Note: 8-bit payloads]
+    reduce_wire: str | None = None  # gradients are sent in 8 bits
+    has_error_feedback: bool = False  # what 8 bits cannot express is added to the next gradient
 
     @cached_property
     def shard_ranges(self) -> tuple[Range, ...]:
         """The range of each bucket's shard in this rank's shard."""
         return tuple(self.layout.shard_range(bucket) for bucket in self.layout.buckets)
 
+    @cached_property
+    def inner_layout(self) -> FlatLayout:
+        """The layout of what the ranks with one inner rank have together, as a shard of the inner axis."""
+        return replace(self.layout, shard_count=self.inner_count)
+
+    @property
+    def inner_sum_bytes(self) -> int:
+        """Bytes of the inner sum between the backwards of a step; 0 if there is none."""
+        return self.inner_layout.shard_numel * self.reduce_dtype.itemsize if self.keeps_inner_sum else 0
+
     @property
     def param_numel(self) -> int:
         """Elements that a rank keeps of partitioned parameters between their uses, in the compute dtype."""
-        if self.keeps_inner_shard:
-            return self.layout.numel // self.inner_count
+        if self.keeps_inner_shard and self.gather_dtype is None:
+            return self.inner_layout.shard_numel
         return 0 if self.is_cast_from_master else self.layout.shard_numel
+
+    @cached_property
+    def gather_payloads(self) -> tuple[Range, ...]:
+        """The range of each bucket in the buffer of an 8-bit all-gather, in bytes: a payload of each rank."""
+        return self._payloads_of(self.layout.shard_count)
+
+    @cached_property
+    def inner_parts(self) -> tuple[Range, ...]:
+        """The range of each bucket in the inner shard: elements, or payloads in bytes ([Note: inner shards])."""
+        if self.gather_dtype is not None:
+            return self._payloads_of(self.layout.shard_count // self.inner_count)
+        return tuple(map(self.inner_layout.shard_range, self.layout.buckets))
+
+    @property
+    def inner_payload_bytes(self) -> int:
+        """Bytes of an inner shard of payloads; 0 if there is none."""
+        has_payloads = self.keeps_inner_shard and self.gather_dtype is not None and self.layout.buckets
+        return self.inner_parts[-1].end if has_payloads else 0
+
+    @property
+    def gather_buffer_bytes(self) -> int:
+        """Bytes of the buffer of an 8-bit all-gather; 0 if there is none."""
+        return self.gather_payloads[-1].end if self.gather_dtype is not None and self.layout.buckets else 0
+
+    def _payloads_of(self, ranks: int) -> tuple[Range, ...]:
+        """Return the range of each bucket, in bytes, if each of some ranks has a payload of it."""
+        sizes = [ranks * payload_bytes(span.numel) for span in self.shard_ranges]
+        return tuple(Range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of the outputs of an all-gather."""
+        return self.full_bytes if self.gather_dtype is None else self.gather_buffer_bytes
+
+    @property
+    def reduce_hops(self) -> list[tuple[int, int]]:
+        """For each hop of a reduction, by what the gradients are divided before it, and into how many parts by it."""
+        ranks, inner = self.layout.shard_count, self.inner_count
+        return [(1, inner), (inner, ranks // inner)] if inner > 1 else [(1, ranks)]
+
+    @property
+    def reduce_payloads(self) -> list[int]:
+        """Bytes that a reduction in 8 bits sends in each hop."""
+        return [
+            sum(parts * payload_bytes(bucket.numel // before // parts) for bucket in self.layout.buckets)
+            for before, parts in self.reduce_hops
+        ]
+
+    @property
+    def reduce_bytes(self) -> list[int]:
+        """Bytes of the inputs of a reduction, in each hop."""
+        if self.reduce_wire is not None:
+            return self.reduce_payloads
+        return [self.layout.numel // before * self.reduce_dtype.itemsize for before, _ in self.reduce_hops]
+
+    def padding_in_blocks(self, rank: int) -> list[list[Range]]:
+        """Return the padding of each bucket's shard that shares an 8-bit block with a parameter."""
+        owned = [self.layout.owned_ranges_in_bucket(bucket, rank) for bucket in self.layout.buckets]
+        ends = [[part.offset + part.elements.numel for part in parts] for parts in owned]
+        return [
+            [Range(end, round_up(end, BLOCK_NUMEL)) for end in of_bucket if end % BLOCK_NUMEL] for of_bucket in ends
+        ]
+
+    def receive_numels(self, needs_receive_buffer: bool) -> list[int]:
+        """Return the elements of each bucket's receive buffer in a reduction, in ``reduce_dtype``; 0: none.
+
+        ``needs_receive_buffer``: of the backend. Reductions in 8 bits always need one, also for what is sent.
+        """
+        numels = [bucket.numel for bucket in self.layout.buckets]
+        if self.reduce_wire is not None:
+            return [exchange_numel(numel, self.reduce_hops[0][1], self.reduce_dtype) for numel in numels]
+        return numels if needs_receive_buffer else [0] * len(numels)
+
+    @property
+    def tracks_changed_values(self) -> bool:
+        """Whether a rank keeps more than its shard: see [Note: inner shards] and [Note: gathering float8]."""
+        return self.keeps_inner_shard or self.is_gathered_in_float8
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters."""
-        return self.layout.numel * self.compute_dtype.itemsize
+        return self.layout.numel * (1 if self.is_gathered_in_float8 else self.compute_dtype.itemsize)
 
     @property
     def has_offloaded_params(self) -> bool:
@@ -105,7 +203,7 @@ class FlatSpec:
     @property
     def can_reduce_in_place(self) -> bool:
         """Whether buckets inside one parameter may be reduced in place: [Note: reducing large gradients in place]."""
-        overwrites_input = self.inner_count > 1
+        overwrites_input = self.inner_count > 1 or self.has_error_feedback
         return self.compute_dtype == self.reduce_dtype and not self.has_offloaded_grads and not overwrites_input
 
     @cached_property
@@ -138,6 +236,7 @@ class ShardPlan:
     flats_by_unit: list[list[FlatSpec]]
     staging_bytes: int = 0  # of host memory that stages offloaded states
     spare_host_bytes: int | None = None  # below the host limit, not needed by any state; None: no limit
+    float8_layers: Float8Layers | None = None  # None: no layer computes in float8
 
     @property
     def flats(self) -> list[FlatSpec]:
@@ -173,6 +272,8 @@ def plan_shards(
     >>> flat.names, flat.master_dtype, flat.is_cast_from_master
     (('weight', 'bias'), torch.float32, True)
     """
+    if not placement.parameters or placement.keeps_inner_shards or config.offload is not None:
+        params = {name: replace(spec, is_float8_weight=False) for name, spec in params.items()}
     flats = [flat for unit in units for flat in _group_flats(unit, params, config, precision, shard_count)]
     counts = [len(set(_flat_keys(unit, params))) for unit in units]
     plan = ShardPlan(units, [])
@@ -191,21 +292,87 @@ def plan_shards(
         tiers, spare = assign_tiers(sizes, config.offload, placement.gradients, staging)
         plan = replace(plan, staging_bytes=staging, spare_host_bytes=spare)
     alloc_bytes = round_to_shared_sizes([flat.full_bytes for flat in flats])
-    can_cast = config.needs_cast_on_gather and placement.parameters and not placement.keeps_inner_shards
-    placed = iter(
-        [
+    can_cast = config.needs_cast_on_gather and placement.parameters
+    placed = []
+    for flat, tier, nbytes in zip(flats, tiers, alloc_bytes, strict=True):
+        can_gather_in_8_bits = placement.parameters and not flat.is_gathered_in_float8 and _can_quantize(flat, config)
+        gather_dtype = config.gather_dtype if can_gather_in_8_bits else None
+        keeps_elements = placement.keeps_inner_shards and gather_dtype is None  # of its own shard too
+        placed.append(
             replace(
                 flat,
                 tier_placement=tier,
                 alloc_bytes=nbytes,
-                is_cast_from_master=can_cast and _can_cast_from_master(flat, tier),
+                is_cast_from_master=can_cast and not keeps_elements and _can_cast_from_master(flat, tier),
                 inner_count=inner_count,
                 keeps_inner_shard=placement.keeps_inner_shards,
+                keeps_inner_sum=placement.keeps_inner_sums and flat.is_trainable,
+                gather_dtype=gather_dtype,
+                reduce_wire=config.reduce_wire if _can_quantize(flat, config) else None,
+                has_error_feedback=config.error_feedback and _can_quantize(flat, config),
             )
-            for flat, tier, nbytes in zip(flats, tiers, alloc_bytes, strict=True)
-        ]
-    )
-    return replace(plan, flats_by_unit=[[next(placed) for _ in range(count)] for count in counts])
+        )
+    remaining = iter(placed)
+    return replace(plan, flats_by_unit=[[next(remaining) for _ in range(count)] for count in counts])
+
+
+def _can_quantize(flat: FlatSpec, config: Config) -> bool:
+    """Return whether a flat may be sent in 8 bits."""
+    return not _reason_against_8_bits(flat, config)
+
+
+def _reason_against_8_bits(flat: FlatSpec, config: Config) -> str:
+    """Return why a flat is not sent in 8 bits, or an empty string."""
+    if flat.layout.shard_count == 1:
+        return "on one rank"
+    if flat.compute_dtype not in _QUANTIZED_DTYPES:
+        return f"in {str(flat.compute_dtype).removeprefix('torch.')}"
+    if config.has_master and flat.compute_dtype == torch.float32:
+        return f"stays in fp32 under {config.precision}"
+    return ""
+
+
+@dataclass(frozen=True)
+class EightBitParams:
+    """The parameters that one kind of collective sends in 8 bits, and those that it does not.
+
+    >>> print(EightBitParams("int8", ("a", "b"), {"norm": "stays in fp32 under bf16"}))
+    int8, 2 parameters; not norm (stays in fp32 under bf16)
+    """
+
+    dtype: str
+    """"int8" or "fp8"."""
+    names: tuple[str, ...]
+    """Parameters that are sent in 8 bits."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """The others, and why they are not. Of reductions, frozen parameters are not among them."""
+
+    def __str__(self) -> str:
+        count = f"{self.dtype}, {len(self.names)} parameter{'s' if len(self.names) != 1 else ''}"
+        return "; ".join([count, *describe(self.excluded)])
+
+
+def find_eight_bit_params(flats: Iterable[FlatSpec], config: Config) -> dict[str, EightBitParams]:
+    """Return which parameters ``Config.gather_dtype`` and ``Config.reduce_wire`` apply to, by option; unset: left out.
+
+    >>> find_eight_bit_params([], Config(stage=3, gather_dtype="int8"))
+    {'gather_dtype': EightBitParams(dtype='int8', names=(), excluded={})}
+    """
+    flats, found = list(flats), {}
+    for option in ("gather_dtype", "reduce_wire"):
+        dtype = getattr(config, option)
+        if dtype is None:
+            continue
+        names: list[str] = []
+        excluded: dict[str, str] = {}
+        for flat in flats if option == "gather_dtype" else [flat for flat in flats if flat.is_trainable]:
+            if getattr(flat, option) is not None:
+                names += flat.names
+                continue
+            reason = _reason_against_8_bits(flat, config) or "gathered in float8 by its layer"
+            excluded |= dict.fromkeys(flat.names, reason)
+        found[option] = EightBitParams(dtype, tuple(names), excluded)
+    return found
 
 
 def _can_cast_from_master(flat: FlatSpec, tier_placement: TierPlacement) -> bool:
@@ -213,27 +380,41 @@ def _can_cast_from_master(flat: FlatSpec, tier_placement: TierPlacement) -> bool
     return flat.is_optimized and flat.master_dtype != flat.compute_dtype and is_on_device
 
 
-def _flat_keys(unit: UnitSpec, params: Mapping[str, ParamSpec]) -> list[tuple[torch.dtype, bool, int]]:
+FlatKey = tuple[torch.dtype, bool, int, bool]
+
+
+def _flat_keys(unit: UnitSpec, params: Mapping[str, ParamSpec]) -> list[FlatKey]:
     """Return, for each parameter of a unit, what the parameters of one flat have in common.
 
     Several optimizers have separate flats: each updates, clips, offloads and clears its own, at its own time.
     """
     specs = [params[name] for name in unit.parameters]
-    return [(spec.compute_dtype, spec.requires_grad, spec.optimizer if spec.requires_grad else 0) for spec in specs]
+    return [
+        (spec.compute_dtype, spec.requires_grad, spec.optimizer if spec.requires_grad else 0, spec.is_float8_weight)
+        for spec in specs
+    ]
 
 
 def _group_flats(
     unit: UnitSpec, params: Mapping[str, ParamSpec], config: Config, precision: Precision, shard_count: int
 ) -> Iterator[FlatSpec]:
     """Yield the flats of a unit: one for each compute dtype and optimizer, for trainable and for frozen parameters."""
-    groups: dict[tuple[torch.dtype, bool, int], list[str]] = {}
+    groups: dict[FlatKey, list[str]] = {}
     for name, key in zip(unit.parameters, _flat_keys(unit, params), strict=True):
         groups.setdefault(key, []).append(name)
-    for (dtype, is_trainable, _), names in groups.items():
+    for (dtype, is_trainable, _, is_float8), names in groups.items():
         layout = FlatLayout.build([params[name].numel for name in names], config.bucket_size, shard_count)
         master_dtype = torch.float32 if precision.has_master(dtype) else dtype
         is_optimized = is_trainable and any(params[name].is_optimized for name in names)
         reduce_dtype = precision.reduce_dtype(dtype)
         yield FlatSpec(
-            tuple(names), layout, dtype, reduce_dtype, master_dtype, is_trainable, is_optimized, unit=unit.name
+            tuple(names),
+            layout,
+            dtype,
+            reduce_dtype,
+            master_dtype,
+            is_trainable,
+            is_optimized,
+            unit=unit.name,
+            is_gathered_in_float8=is_float8,
         )
