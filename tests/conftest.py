@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,19 @@ sys.dont_write_bytecode = False  # and pytest rewrites the asserts of all test f
 ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
 
+# Seconds of files that the marks of their tests do not show: many tests of half a second, or one set-up for all.
+LONG_FILES = {
+    "test_train_command": 60,
+    "test_optimizer_table": 55,
+    "test_transformers": 50,
+    "test_hierarchical": 40,
+    "test_local_steps": 35,
+    **dict.fromkeys(("test_eight_bits", "test_whole_params", "test_sharded_muon"), 30),
+    **dict.fromkeys(("test_lightning_optimizers", "test_trl", "test_auto", "test_prediction_vs_measured"), 20),
+    **dict.fromkeys(("test_optimizers", "test_plan", "test_lightning", "test_lightning_habits"), 15),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in gpu/, and run the files that take longest first: pytest-xdist keeps this order.
 
@@ -27,11 +40,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
+        seconds[item.path] = seconds[item.path] or LONG_FILES.get(item.path.stem, 0.0)
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
         slow = item.get_closest_marker("slow")
         seconds[item.path] += 0.1 if slow is None else slow.kwargs.get("seconds", 1)
     items.sort(key=lambda item: -seconds[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import the tests without garbage collection; it is enabled again also if an import raises.
+
+    (pytest-xdist's controller collects nothing, so that pytest_collection_finish does not run there.)
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,7 @@ import zeroshard
 
 SOURCES = str(Path(zeroshard.__file__).parent)
 FUNCTIONS = {
+    "average_replicas": "model",
     "checkpoint_activations": "model blocks=None partition=None offload=False policy=None",
     "full_gradient": "model name",
     "full_parameter": "model name",
@@ -32,22 +33,24 @@ FUNCTIONS = {
     "no_sync": "model",
     "offload_states": "model",
     "plan": "model inputs=None devices machine='h100' memory=None batch=None micro_batch=None sequence=None loss=None "
-    "stage=(0, 1, 2, 3) partition=None tensor=None checkpoint=('none', 'recompute', 'host') offload='every' "
-    "optimizer='adamw' optimizer_states=2 one_pass=True scratch=0.0 clip=True replicas=None options",
+    "stage=(0, 1, 2, 3) partition=None gather_dtype=None reduce_wire=None allow_lossy=False local_steps=1 tensor=None "
+    "checkpoint=('none', 'recompute', 'host') offload='every' optimizer='adamw' "
+    "optimizer_states=2 one_pass=True scratch=0.0 clip=True replicas=None options",
     "profile": "model trace=None",
     "register_forward_method": "module name",
     "reload_states": "model",
     "report": "model",
     "save": "path model optimizer=None ema=None extra=None rank_extra=None weights=True frozen=True keep=None "
     "wait=True",
-    "shard": "model optimizer=None mesh=None tensor_plan=None checkpoint=None inputs=None planning=None config=None "
-    "options",
+    "shard": "model optimizer=None mesh=None tensor_plan=None checkpoint=None inputs=None planning=None "
+    "allow_lossy=False config=None options",
     "state_dict": "model rank=0 trainable_only=False",
     "unshard": "model optimizer=None",
     "unwrap": "model optimizer=None",
 }
 FIELDS = {
-    "Config": "stage=3 partition='hybrid' precision=None reduce_dtype=None keep_fp32=() cast_inputs=True "
+    "Config": "stage=3 partition='hybrid' local_steps=1 outer_optimizer=None precision=None reduce_dtype=None "
+    "gather_dtype=None reduce_wire=None error_feedback=False keep_fp32=() keep_bf16=() cast_inputs=True "
     "cast_on_gather=True units=None bucket_size=134217728 ring=2 backwards=None prefetch=True "
     "broadcast_buffers=True defragment=True offload=None "
     "elementwise=None init_fn=None timeout=None heartbeat_timeout=8.0 loss_scale=65536.0",
@@ -55,7 +58,7 @@ FIELDS = {
     "Offload": "optimizer='device' gradients=None parameters='device' host_bytes=None disk_bytes=None directory=None "
     "speculate=True threads=None",
     "Report": "rank ranks parameters memory total collectives tensor_traffic=None activation_traffic=None chosen='' "
-    "routing=None",
+    "routing=None float8=None eight_bits",
 }
 METHODS = {
     "CheckpointError": "",
@@ -70,13 +73,13 @@ METHODS = {
 }
 # A folder imports only from those before it.
 FOLDERS = (
-    "utils config models presets comm sharding memory tensor_parallel engine optim activations checkpoint api page "
-    "planner auto train cli integrations __main__"
+    "utils config models presets comm sharding memory tensor_parallel float8 engine optim activations checkpoint api "
+    "page planner auto train cli integrations __main__"
 ).split()
 # Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
 # the command line reads its options before it imports torch.)
 FACES = (
-    "activations checkpoint comm engine memory models optim page planner planner.auto planner.scaling sharding "
+    "activations checkpoint comm engine float8 memory models optim page planner planner.auto planner.scaling sharding "
     "tensor_parallel train"
 ).split()
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more

@@ -8,6 +8,7 @@ from zeroshard.utils.version import __version__ as __version__
 if TYPE_CHECKING:
     from zeroshard.activations import checkpoint_activations
     from zeroshard.api import (
+        average_replicas,
         full_gradient,
         full_parameter,
         full_state,
@@ -44,6 +45,7 @@ __all__ = [
     "Report",
     "Save",
     "ShardedOptimizer",
+    "average_replicas",
     "checkpoint_activations",
     "full_gradient",
     "full_parameter",
@@ -69,8 +71,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "activations": "checkpoint_activations",
-        "api": "full_gradient full_parameter full_state gathered is_sharded no_sync offload_states profile "
-        "register_forward_method reload_states report state_dict unshard unwrap",
+        "api": "average_replicas full_gradient full_parameter full_state gathered is_sharded no_sync offload_states "
+        "profile register_forward_method reload_states report state_dict unshard unwrap",
         "auto": "shard",
         "checkpoint": "CheckpointError Loaded Save load save",
         "comm": "RanksDisagreeError",

@@ -25,12 +25,13 @@ from zeroshard.comm import (
     ConsistencyChecker,
     MeshAxis,
     Traffic,
+    count_tensor_traffic,
     mesh_axes,
     open_consistency_checker,
     product_axis,
     tensor_axis_name,
 )
-from zeroshard.config.config import Config
+from zeroshard.config.config import Config, check_inner_axis, check_replicas
 from zeroshard.engine import (
     Engine,
     OffloadedStates,
@@ -47,9 +48,17 @@ from zeroshard.engine import (
     verify_same_tensor_plan,
 )
 from zeroshard.engine import register_forward_method as _register_forward_method
+from zeroshard.float8 import check_float8_device, load_casts
 from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
-from zeroshard.optim import ModelOptimizers, ShardedOptimizer, as_list, check_optimizer, state_bytes_per_element
-from zeroshard.sharding import Placement, Precision, plan_units
+from zeroshard.optim import (
+    ModelOptimizers,
+    ShardedOptimizer,
+    as_list,
+    check_optimizer,
+    mark_local_axis,
+    state_bytes_per_element,
+)
+from zeroshard.sharding import Float8Layers, Placement, Precision, find_eight_bit_params, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
 from zeroshard.utils.profiling import ChromeTrace
 
@@ -64,9 +73,11 @@ class ShardedModel:
         engine: Engine,
         hook_handles: list[Any],
         tp_state: TensorParallelState | None,
+        float8_layers: Float8Layers | None,
         plan_reason: str = "",
     ) -> None:
         self.engine = engine
+        self.float8_layers = float8_layers
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []  # weak: without one, its states are freed
         self.plan_reason = plan_reason  # this stage and offload, where they were chosen by a plan
         self.hook_handles = hook_handles
@@ -126,6 +137,9 @@ def shard_model(
     optimizers = _check_optimizers(model, optimizer)
     check_model(model, has_tensor_axis=tensor_axis.size > 1)
     device = _resolve_device(model, mesh, config)
+    if config.precision == "fp8":
+        check_float8_device(device)
+        load_casts(device)
     consistency = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer_of = _find_optimizer_of_params(optimizers, names)
@@ -135,38 +149,22 @@ def shard_model(
         chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size), whole_groups)
         config = chosen.config
     check_max_norm(model, config, shard_size * replicas)
-    verify_same_model(model, _optimizer_signature(optimizers, names), config, consistency)
+    verify_same_model(model, _optimizer_signature(optimizers, names), config, consistency, device)
     if chosen.apply_checkpointing is not None:
         chosen.apply_checkpointing(model)
-    casts_master = config.needs_cast_on_gather and bool(optimizer_of)
-    shard_axis = axes[-1]
-    if mesh is not None and replicas > 1 and config.partition != "hybrid":
-        if config.partition == "hierarchical" and config.stage == 3 and shard_size == 1:
-            raise ValueError(
-                "partition='hierarchical' partitions parameters over the inner axis of the mesh, which has one rank: "
-                "use stage=2, or partition='full'"
-            )
-        shard_axis = product_axis(mesh, *axes)
+    axes = mark_local_axis(axes, config, optimizers)
+    check_replicas(config, replicas)
+    shard_axis = _find_shard_axis(mesh, axes, config)
     placement = Placement.from_stage(
         config.stage,
         shard_axis.size,
         config.offload,
         shard_size * replicas // shard_axis.size,
-        casts_master,
-        keeps_inner_shards=shard_axis.factors is not None and config.partition == "hierarchical",
+        casts_master=config.needs_cast_on_gather and bool(optimizer_of),
+        partition=config.partition if shard_axis.factors is not None else "hybrid",
     )
-    tracker = MemoryTracker()
-    context = ShardContext(
-        config,
-        placement,
-        Precision(model, config),
-        Communicator(axes, device, shard_axis if placement.optimizer else None, consistency, tensor_axis),
-        CollectiveOrder(consistency),
-        tracker,
-        Pool(device),
-        TierAllocator(config.offload, device, tracker),
-    )
-    open_tiers(context.tiers, consistency)
+    comm = Communicator(axes, device, shard_axis if placement.optimizer else None, consistency, tensor_axis)
+    context = _make_context(model, config, placement, comm)
     # the largest of several: a tier's limit holds for any split of the parameters
     state_bytes = max(map(state_bytes_per_element, optimizers), default=0) if config.offload is not None else 0
     unit_specs = plan_units(model, config.units, config.bucket_size)
@@ -179,22 +177,61 @@ def shard_model(
         if tp_state is not None:
             tp_state.restore()
         raise
-    sharded = model._zeroshard = ShardedModel(engine, handles, tp_state, chosen.reason)  # type: ignore[assignment]
+    sharded = model._zeroshard = ShardedModel(  # type: ignore[assignment]
+        engine, handles, tp_state, plan.float8_layers, chosen.reason
+    )
     engine.state_guard.expose_reduced_grads()
     for _ in range(2):  # the collectives of building belong to no step
         context.comm.counters.end_step()
-    shared = ModelOptimizers(engine, len(optimizers))
+    found = _shard_optimizers(sharded, optimizers, names, needs_whole)
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return model, found[0] if found else None
+    return model, tuple(found) if isinstance(optimizer, tuple) else found
+
+
+def _find_shard_axis(mesh: DeviceMesh | None, axes: list[MeshAxis], config: Config) -> MeshAxis:
+    """Return the axis that states are partitioned over: the inner one of the mesh, or the product of both."""
+    shard_size, replicas = axes[-1].size, math.prod(axis.size for axis in axes[:-1])
+    if mesh is None or replicas == 1 or config.partition == "hybrid":
+        return axes[-1]
+    check_inner_axis(config, shard_size)
+    return product_axis(mesh, *axes)
+
+
+def _make_context(model: nn.Module, config: Config, placement: Placement, comm: Communicator) -> ShardContext:
+    """Return what all parts of the engine share, with its tiers opened on all ranks."""
+    tracker = MemoryTracker()
+    context = ShardContext(
+        config,
+        placement,
+        Precision(model, config),
+        comm,
+        CollectiveOrder(comm.consistency),
+        tracker,
+        Pool(comm.device),
+        TierAllocator(config.offload, comm.device, tracker),
+    )
+    open_tiers(context.tiers, comm.consistency)
+    return context
+
+
+def _shard_optimizers(
+    sharded: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: dict[int, str],
+    needs_whole: Sequence[list[bool]],
+) -> list[ShardedOptimizer]:
+    """Return the sharded optimizers of a sharded model, and register them with it."""
+    shared = ModelOptimizers(sharded.engine, len(optimizers))
     found = [
         ShardedOptimizer(inner, shared, names, is_whole)
         for inner, is_whole in zip(optimizers, needs_whole, strict=True)
     ]
-    for sharded_optimizer in found:
-        sharded.add_optimizer(sharded_optimizer)
-        if not consistency.rank and _log.isEnabledFor(logging.INFO):
-            _log.info("%s updates %s", type(sharded_optimizer.inner).__name__, sharded_optimizer.routing())
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return model, found[0] if found else None
-    return model, tuple(found) if isinstance(optimizer, tuple) else found
+    for optimizer in found:
+        sharded.add_optimizer(optimizer)
+        if not sharded.engine.comm.consistency.rank and _log.isEnabledFor(logging.INFO):
+            _log.info("%s updates %s", type(optimizer.inner).__name__, optimizer.routing())
+    return found
 
 
 def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None) -> Any:
@@ -212,6 +249,7 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptim
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
     engine.state_guard.check_not_gathered("unwrap()")
+    engine.state_guard.replica_steps.check_equal("unwrap()")
     optimizers = as_list(optimizer)
     if optimizers and {id(each) for each in sharded.optimizers} - {id(each) for each in optimizers}:
         raise ValueError(
@@ -277,11 +315,15 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
             [0., 0.]], requires_grad=True)
     """
     engine, units = full_tensors.find_units(module)
-    if write_rank is not None and not 0 <= write_rank < engine.comm.data_parallel_size:
+    data_ranks = engine.comm.mesh_size // engine.comm.tensor_axis.size
+    if write_rank is not None and not 0 <= write_rank < data_ranks:
         raise ValueError(
-            f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.data_parallel_size - 1}, "
-            f"got {write_rank}"
+            f"write_rank is a rank of the mesh (of its data axes), 0 to {data_ranks - 1}, got {write_rank}"
         )
+    if write_rank is not None:
+        engine.state_guard.replica_steps.check_equal("gathered(write_rank=…)")
+    else:
+        engine.state_guard.replica_steps.warn_if_different("gathered()")
     with full_tensors.gathered_copies(engine, units, write_rank):
         yield
         if write_rank is not None:
@@ -308,7 +350,7 @@ def offload_states(model: nn.Module) -> None:
     guard.check_not_gathered("offload_states()")
     if guard.offloaded_states is None:
         guard.offloaded_states = OffloadedStates(
-            sharded.engine, lambda: [state for each in sharded.optimizers for state in each.states_on_device()]
+            sharded.engine, lambda: [state for each in sharded.optimizers for state in _states_on_device(each)]
         )
 
 
@@ -382,10 +424,11 @@ def report(model: nn.Module) -> Report:
     routings = [optimizer.routing() for optimizer in sharded.optimizers]
     flat = {name: elements for each in routings for name, elements in each.flat.items()}
     whole = {name: param for each in routings for name, param in each.whole.items()}
-    routing = replace(routings[0], flat=flat, whole=whole) if routings else None
+    matrices = {name: matrix for each in routings for name, matrix in each.matrices.items()}
+    routing = replace(routings[0], flat=flat, whole=whole, matrices=matrices) if routings else None
     return Report(
         rank=comm.consistency.rank,
-        ranks=comm.data_parallel_size * comm.tensor_axis.size,
+        ranks=comm.mesh_size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
         memory={kind: replace(held) for kind, held in kinds},
         total=replace(engine.context.tracker.total),
@@ -394,6 +437,10 @@ def report(model: nn.Module) -> Report:
         activation_traffic=activations,
         chosen=sharded.plan_reason,
         routing=routing,
+        float8=sharded.float8_layers,
+        eight_bits=find_eight_bit_params(
+            (flat.spec for unit in engine.units for flat in unit.flats), engine.context.config
+        ),
     )
 
 
@@ -423,7 +470,7 @@ def profile(model: nn.Module, trace: str | os.PathLike[str] | None = None) -> It
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
     if trace is None:
-        with engine.comm.count_tensor_traffic() as sharded.profiled_traffic, _record_profile(engine) as result:
+        with count_tensor_traffic(engine.comm) as sharded.profiled_traffic, _record_profile(engine) as result:
             yield result
         return
     with ChromeTrace(trace, engine.comm.device) as chrome_trace:
@@ -494,11 +541,12 @@ def state_dict(model: nn.Module, rank: int | None = 0, *, trainable_only: bool =
     """
     model = unwrap_compiled(model)
     engine = _sharded_model(model).engine
-    ranks = engine.comm.data_parallel_size * engine.comm.tensor_axis.size
+    ranks = engine.comm.mesh_size
     if rank is not None and not (type(rank) is int and 0 <= rank < ranks):
         raise ValueError(f"rank is a rank of the mesh, 0 to {ranks - 1}, or None for all ranks, got {rank!r}")
     if engine.is_running:
         raise RuntimeError("zeroshard.state_dict() inside a forward or backward: call it between steps")
+    engine.state_guard.replica_steps.warn_if_different("zeroshard.state_dict()")
     return full_tensors.full_state_dict(engine, model, rank, trainable_only)
 
 
@@ -511,8 +559,33 @@ def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
     torch.Size([1, 2])
     """
     engine: Engine = _sharded_model(model).engine
+    engine.state_guard.replica_steps.warn_if_different("full_parameter()")
     with torch.no_grad():
         return full_tensors.full_parameter(engine, name)
+
+
+def average_replicas(model: nn.Module) -> None:
+    """Average the parameters of replicas that train alone (``Config.local_steps``) now. All ranks call it together.
+
+    Call it before what needs the same values on all ranks: an export, :func:`unwrap`, the end of training. It ends the
+    local steps early, with the outer optimizer if there is one, and the next step is the first of the next ones. Does
+    nothing if there were no steps since the last average.
+
+    >>> import zeroshard
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = zeroshard.shard(model, optimizer, stage=0, local_steps=8)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> zeroshard.average_replicas(model)  # of one replica
+    """
+    sharded = _sharded_model(model)
+    sharded.engine.state_guard.check_not_gathered("average_replicas()")
+    if sharded.engine.is_running:
+        raise RuntimeError("average_replicas() inside a forward or backward: call it between steps")
+    for optimizer in sharded.optimizers:
+        if optimizer.local_steps is not None:
+            optimizer.local_steps.average()
 
 
 def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -541,6 +614,11 @@ def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
     tensor([[1., 1.]])
     """
     return optimizer.full_state(name)
+
+
+def _states_on_device(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    outer = optimizer.local_steps.outer if optimizer.local_steps is not None else None
+    return optimizer.states_on_device() + (outer.device_tensors() if outer is not None else [])
 
 
 def _sharded_model(model: nn.Module) -> ShardedModel:

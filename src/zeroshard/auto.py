@@ -15,6 +15,8 @@ from zeroshard.api import ChosenConfig, shard_model
 from zeroshard.comm import ConsistencyChecker
 from zeroshard.config.config import Config
 
+LOSSY_OPTIONS = ("gather_dtype", "reduce_wire")
+
 
 def shard(
     model: nn.Module,
@@ -25,6 +27,7 @@ def shard(
     checkpoint: str | None = None,
     inputs: Any = None,
     planning: Mapping[str, Any] | None = None,
+    allow_lossy: bool = False,
     config: Config | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
@@ -47,7 +50,9 @@ def shard(
     :func:`zeroshard.checkpoint_activations`) let the planner choose the fastest options that fit in the free memory;
     :func:`report` says why. ``inputs`` is an example of the arguments of one forward; known language models need none.
     ``planning`` describes the loop and the machine, with the fields of
-    :class:`zeroshard.planner.PlanningOptions`: ``loss``, ``micro_batch``, ``accumulate``, ``memory`` and others.
+    :class:`zeroshard.planner.PlanningOptions`: ``loss``, ``micro_batch``, ``accumulate``, ``memory`` and others. With
+    ``allow_lossy=True`` it may also choose collectives in 8 bits (``gather_dtype``, ``reduce_wire``), which change the
+    numbers; without it, it never does.
 
     >>> import zeroshard
     >>> model = nn.Linear(4, 2)
@@ -61,7 +66,7 @@ def shard(
         if not isinstance(config, Config):
             raise TypeError(f"config must be a zeroshard.Config, got {type(config).__name__}: pass options by name")
         options = {**vars(config), **options}
-    left_to_plan = _auto_options(options, checkpoint, inputs, planning)
+    left_to_plan = _auto_options(options, checkpoint, inputs, planning, allow_lossy)
     config = Config(**{name: value for name, value in options.items() if name not in left_to_plan})
     if not left_to_plan:
         return shard_model(model, optimizer, config, mesh=mesh, tensor_plan=tensor_plan)
@@ -83,7 +88,7 @@ def shard(
         topology = JobTopology(device, replicas * shard_size * tensor, tensor, replicas)
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         partition = "auto" if "partition" in left_to_plan else config.partition
-        asked = {**options, "partition": partition, "checkpoint": checkpoint}
+        asked = {**options, "partition": partition, "checkpoint": checkpoint, "allow_lossy": allow_lossy}
         decision = choose_for_shard(model, optimizer, inputs, planning, topology, consistency, needs_whole, **asked)
         chosen = {name: value for name, value in decision.strategy.shard_options.items() if name in left_to_plan}
         checkpointing = decision.apply_checkpointing if "checkpoint" in left_to_plan else None
@@ -93,7 +98,11 @@ def shard(
 
 
 def _auto_options(
-    options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
+    options: Mapping[str, Any],
+    checkpoint: str | None,
+    inputs: Any,
+    planning: Mapping[str, Any] | None,
+    allow_lossy: bool,
 ) -> list[str]:
     """Return the options that are left to the planner; reject planner arguments if none is."""
     if checkpoint not in (None, "auto"):
@@ -102,10 +111,11 @@ def _auto_options(
             "zeroshard.checkpoint_activations"
         )
     given = {**options, "checkpoint": checkpoint}
-    if given.get("stage") == "auto":
+    if given.get("stage") == "auto" and given.get("local_steps", 1) == 1:  # local steps need replicas
         given.setdefault("partition", "auto")
     wanted = [name for name in ("stage", "partition", "offload", "checkpoint") if given.get(name) == "auto"]
-    if not wanted and (inputs is not None or planning is not None):
-        what = "inputs" if inputs is not None else "planning"
+    given_to_plan = {"inputs": inputs, "planning": planning, "allow_lossy": allow_lossy or None}
+    what = next((name for name, value in given_to_plan.items() if value is not None), None)
+    if not wanted and what is not None:
         raise ValueError(f"{what} is for planning, and nothing is left to a plan: give stage='auto', or leave it out")
-    return wanted
+    return wanted + [name for name in LOSSY_OPTIONS if allow_lossy and options.get(name) is None]

@@ -33,7 +33,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_right_one(name: str, mean
 
 
 def test_an_option_like_no_other_is_refused_with_all_names() -> None:
-    with pytest.raises(TypeError, match="unknown option 'xyzzy': the options are stage, partition, precision"):
+    with pytest.raises(TypeError, match="unknown option 'xyzzy': the options are stage, partition, local_steps, outer"):
         Config(xyzzy=1)
 
 
@@ -53,8 +53,8 @@ def test_shard_refuses_what_config_refuses_and_leaves_the_model_alone() -> None:
         ({"stage": True}, "stage must be 0, 1, 2 or 3, got True"),
         ({"stage": 2.0}, "stage must be 0, 1, 2 or 3, got 2.0"),
         ({"stage": [3]}, "stage must be 0, 1, 2 or 3, got [3]"),
-        ({"precision": "fp8"}, "precision must be None, 'fp32', 'bf16' or 'fp16', got 'fp8'"),
-        ({"precision": torch.bfloat16}, "precision must be None, 'fp32', 'bf16' or 'fp16', got torch.bfloat16"),
+        ({"precision": "int8"}, "precision must be None, 'fp32', 'bf16', 'fp16' or 'fp8', got 'int8'"),
+        ({"precision": torch.bfloat16}, "precision must be None, 'fp32', 'bf16', 'fp16' or 'fp8', got torch.bfloat16"),
         ({"reduce_dtype": "fp8"}, "reduce_dtype must be one of 'fp32', 'bf16', 'fp16' or a torch.dtype, got 'fp8'"),
         ({"reduce_dtype": torch.int32}, "reduce_dtype must be a floating-point torch.dtype, got torch.int32"),
         ({"reduce_dtype": 32}, "reduce_dtype must be a floating-point torch.dtype, got 32"),

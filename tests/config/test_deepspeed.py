@@ -170,9 +170,8 @@ LOST = """
     data_efficiency curriculum_learning compression_training progressive_layer_drop quantize_training pipeline
     weight_quantization data_types.param_dtype data_types.buffer_dtype fp16.fp16_master_weights_and_grads
     fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis bf16.check_grad_overflow
-    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states zero_optimization.zero_quantized_weights
-    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
-    zero_optimization.zeropp_loco_param zero_optimization.zenflow
+    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param zero_optimization.zenflow
 """.split()
 
 
@@ -256,6 +255,18 @@ def test_every_documented_key_is_known_and_none_that_changes_numbers_is_dropped(
         (
             {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
             {"stage": 0, "precision": "fp32"},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}},
+            {"stage": 3, "precision": "fp32", "gather_dtype": "int8", "reduce_wire": "int8"},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": False, "zero_quantized_gradients": True}},
+            {"stage": 3, "precision": "fp32", "reduce_wire": "int8"},
+        ),
+        (  # DeepSpeed uses neither below stage 3
+            {"zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}},
+            {"stage": 2, "precision": "fp32"},
         ),
         (
             {"gradient_clipping": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
@@ -462,10 +473,10 @@ def test_the_command_fails_for_what_it_cannot_do_and_suggests_to_handle_only_the
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"zero_optimization": {"zero_quantized_weights": True}, "gradient_clipping": 1.0}))
+    path.write_text(json.dumps({"weight_quantization": {"enabled": True}, "gradient_clipping": 1.0}))
     assert main(["migrate", str(path)]) == 1
     printed = capsys.readouterr().out
-    assert "CHANGES THE NUMBERS. weights are gathered in the compute dtype" in printed
+    assert "CHANGES THE NUMBERS. quantized weights are not supported" in printed
     assert "handled=['gradient_clipping']" in printed
     assert main(["migrate", str(path), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
@@ -473,6 +484,23 @@ def test_the_command_fails_for_what_it_cannot_do_and_suggests_to_handle_only_the
     assert {key["key"]: key["kind"] for key in record["keys"]}["gradient_clipping"] == SCRIPT
     assert main(["migrate", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_quantized_collectives_say_how_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **keys}, "bf16": {"enabled": True}}))
+    assert main(["migrate", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "with a scale for each 64 elements" in printed and "Master weights stay exact" in printed
+    assert "summed in fp32. DeepSpeed sends 4 bits" in printed
+    assert 'gather_dtype="int8", reduce_wire="int8"' in printed
+    migrated = {key.key: key for key in read_deepspeed(path).keys}
+    assert all(migrated[f"zero_optimization.{key}"].changes_numbers for key in keys)
+    with pytest.raises(ValueError, match="reduce_wire='int8' sends gradients in 8 bits, but reduce_dtype asks for"):
+        Config.from_deepspeed(path, reduce_dtype="fp32")
+    with pytest.raises(ValueError, match="gather_dtype='int8' needs stage=3"):
+        Config.from_deepspeed({"zero_optimization": {"stage": "auto", **keys}}, stage=2, gather_dtype="int8")
 
 
 def test_shard_takes_a_config_and_options_before_it() -> None:

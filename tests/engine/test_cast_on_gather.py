@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from live import live_bytes
+from live import live_bytes, live_bytes_at_start
 from offloaded import Case, assert_same, everything, loop
 from one_pass import in_one_pass
 from plain import batches, full_parameters, make_net, net_loss, split
@@ -180,7 +180,7 @@ def test_forwards_without_gradients_see_the_new_values() -> None:
 
 def measured(rank: int, options: dict[str, Any]) -> Any:
     """What a rank holds with gradients and without, and really, then."""
-    before = live_bytes()
+    before = live_bytes_at_start()
     model = GPT(GPT_CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = zeroshard.shard(model, optimizer, **options)

@@ -21,6 +21,8 @@ from zeroshard.planner import predict_memory
 CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
 PARTITIONS = ["full", "hierarchical"]
 
+pytestmark = pytest.mark.usefixtures("tried_once")
+
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -118,7 +120,7 @@ def test_a_mesh_that_process_groups_would_sort_is_an_error(partition: str) -> No
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}, {"bucket_size": 128}])
 def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, Any]) -> None:
     """Over two axes of two ranks, sums have one order: inside the inner axis first."""
-    model = make_net()
+    model = make_net(blocks=2)
     wanted = None
     for partition in ["hybrid", *PARTITIONS]:
         for stage in (2, 3):
@@ -221,7 +223,7 @@ def run_habit(rank: int, model: nn.Module, habit: Any, make: Any, options: dict[
 @pytest.mark.parametrize("options", OPTIONS, ids=["fp32", "bf16, host"])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_of_loops_give_the_bits_of_a_hybrid_mesh(habit: Any, options: dict[str, Any]) -> None:
-    model = make_net()
+    model = make_net(blocks=2)
     wanted = run_threads(4, run_habit, model, habit, adam, options)[0]
     for partition in PARTITIONS:
         for found in run_threads(4, run_habit, model, habit, adam, {**options, "partition": partition}):
@@ -253,7 +255,7 @@ def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None
 
 @pytest.mark.parametrize(("make", "habit"), [(lamb, train_steps), (adam_of_a_half, train_steps), (two, step_in_turns)])
 def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit: Any) -> None:
-    model = make_net()
+    model = make_net(blocks=2)
     wanted = run_threads(4, run_habit, model, habit, make, {})[0]
     for partition in PARTITIONS:
         for found in run_threads(4, run_habit, model, habit, make, {"partition": partition}):
@@ -263,7 +265,7 @@ def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit:
 @pytest.mark.slow
 def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
     with seeded(0):
-        model = GPT(GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=16))
+        model = GPT(GPTConfig(vocab_size=64, context=8, layers=1, heads=2, width=16))
 
     def body(rank: int, partition: str):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
@@ -383,7 +385,9 @@ def test_what_cannot_be_partitioned_so_is_an_error() -> None:
             model = make_net()
             mesh = init_device_mesh("cpu", (2, 2))
             zeroshard.shard(model, adam(model), mesh=mesh, partition="hierarchical", offload=offload, stage=3)
-        with pytest.raises(ValueError, match="partition must be one of 'hybrid', 'hierarchical', 'full', got 'inner'"):
+        with pytest.raises(
+            ValueError, match=r"partition must be one of 'hybrid', 'hierarchical', 'full', .*, got 'inner'"
+        ):
             zeroshard.shard(make_net(), partition="inner")
 
     run_threads(4, body)

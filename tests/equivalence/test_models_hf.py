@@ -13,7 +13,6 @@ import transformers
 from against_plain import assert_same, built, numbers, part, sgd, tokens
 from ranks import run_processes, run_threads
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import zeroshard
 from zeroshard.sharding.layout import ALIGN_ELEMENTS, round_up
@@ -291,6 +290,8 @@ class GraphNet(nn.Module):
     """Three kinds of message passing over one graph."""
 
     def __init__(self) -> None:
+        from torch_geometric.nn import GATConv, GCNConv, SAGEConv  # late: it takes two seconds
+
         super().__init__()
         self.convs = nn.ModuleList([GCNConv(5, 8), GATConv(8, 4, heads=2), SAGEConv(8, 8)])
         self.head = nn.Linear(8, 3)

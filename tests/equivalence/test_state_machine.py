@@ -36,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from lockstep import EDITS, LOOKS, OPTIMIZERS, Counterexample, Lockstep, Options, names_of
 from ranks import settle_torch
 
+from zeroshard.config.config import PARTITIONS
+
 SEEDS = st.integers(0, 5)
 NAMES = st.sampled_from(list(names_of(2)))
 PARTS = st.none() | st.integers(0, 1)
@@ -58,16 +60,19 @@ def log(text: str) -> None:
 @st.composite
 def sharded_models(draw: st.DrawFn) -> Options:
     """Draw a sharded model."""
-    world = draw(st.sampled_from((1, 2)))
+    world = draw(st.sampled_from((1, 2, 1, 2, 4)))
     precision = draw(st.sampled_from((None, None, None, "bf16", "fp16")))
     sixteen = precision is not None
+    eight_bits = draw(st.sampled_from((None, None, "int8"))) if world > 1 else None
     options = {
         "stage": draw(st.sampled_from((0, 1, 2, 3))),
         "world": world,
+        "partition": draw(st.sampled_from(tuple(PARTITIONS))) if world == 4 else "hybrid",
         "precision": precision,
         "reduce_dtype": draw(st.sampled_from((None, "fp32"))) if sixteen else None,
         "offload": draw(st.sampled_from((None, None, None, "host", "host", "parameters", "disk"))),
-        "optimizer": draw(st.sampled_from(("sgd", "momentum") if sixteen else OPTIMIZERS)),
+        "eight_bits": eight_bits,
+        "optimizer": draw(st.sampled_from(("sgd", "momentum") if sixteen or eight_bits else OPTIMIZERS)),
         "blocks": draw(st.sampled_from((2, 1, 3))),
         "frozen": draw(st.booleans()),
         "held_out": draw(st.booleans()),
@@ -283,6 +288,12 @@ def forward_after_one_rank_failed(both: Lockstep) -> None:
     both.train(0)
 
 
+def fail_after_a_hook_has_read_a_later_block(both: Lockstep) -> None:
+    both.train(3)
+    both.fail_forward("forward", 1, 3, only=1)  # the other rank reshards that block, and gathers it again
+    both.train(0)
+
+
 def change_data_right_after_a_step(both: Lockstep) -> None:
     both.train(0)
     both.edit("blocks.0.up.bias", "data.mul_", 0)
@@ -340,6 +351,7 @@ SEQUENCES = [
     leave_an_outer_block_by_an_exception,
     change_data_right_after_a_step,
     forward_after_one_rank_failed,
+    fail_after_a_hook_has_read_a_later_block,
     backward_of_a_checkpointed_block_after_a_step,
     load_over_loaded_values,
     clip_after_a_gradient_was_set_and_read,
@@ -354,6 +366,7 @@ SEQUENCES = [
 
 SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
     forward_after_one_rank_failed: {"blocks": 1, "hook": "other"},
+    fail_after_a_hook_has_read_a_later_block: {"blocks": 3, "hook": "other"},
     backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
     change_data_right_after_a_step: {"offload": "host"},
     load_over_loaded_values: {"offload": "host"},

@@ -274,6 +274,18 @@ def test_partitions_over_both_axes_of_a_mesh_equal_ddp(stage: int, partition: st
     compare(4, Case(options=options, mesh=MESHES["hybrid"], clip=0.5), 2e-5 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"offload": "host"}, {"backwards": 3}, {"reduce_wire": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "partition"), [(2, "inner-gradients"), (3, "inner-gradients"), (3, "hierarchical-gradients")]
+)
+def test_gradients_over_the_inner_axis_equal_ddp(
+    stage: int, partition: str, more: dict[str, Any], backwards: int
+) -> None:
+    options = {"stage": stage, "partition": partition, "precision": "bf16", **more}
+    compare(4, Case(options=options, mesh=MESHES["hybrid"], backwards=backwards, clip=0.5), 2e-2)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -303,6 +315,22 @@ def test_other_models_equal_ddp(model: str, stage: int, world: int) -> None:
 @pytest.mark.parametrize("compiled", ["blocks", "model"])
 def test_compiled_models_equal_ddp(compiled: str, stage: int) -> None:
     compare(2, Case(options={"stage": stage}, compiled=compiled), 1e-4)
+
+
+def other_buffers(rank: int) -> str:
+    if rank == 1:
+        os.environ["NCCL_BUFFSIZE"] = "1048576"  # the harness restores it
+    try:
+        shard_model(Case())
+    except zeroshard.RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.skipif(ON_GLOO, reason="gloo does not read NCCL's variables")
+def test_different_nccl_settings_are_an_error_on_every_rank() -> None:
+    for text in run(2, other_buffers):
+        assert "NCCL_BUFFSIZE is 1048576 here and" in text
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from ranks import RanksFailed, ThreadTeam, seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -83,6 +84,7 @@ class Options:
 
     stage: int = 0
     world: int = 1
+    partition: str = "hybrid"  # on a mesh of 2 × 2, with 4 ranks
     precision: str | None = None
     reduce_dtype: str | None = None
     offload: str | None = None  # "host", "disk", "parameters"
@@ -94,6 +96,12 @@ class Options:
     hook: str | None = None  # "own", "other", "gathered": what a forward hook of the first block reads
     cast_on_gather: bool = True
     backwards: int | None = None
+    eight_bits: str | None = None  # "int8": of gathers in stage 3, and of reductions where they can be
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether computations are in fp32, with parameters and gradients that were not rounded."""
+        return self.precision is None and self.eight_bits is None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -103,10 +111,20 @@ class Options:
         offload: Any = self.offload
         if self.offload == "disk":
             offload = {"optimizer": "disk", "directory": scratch}
-        elif self.offload == "parameters":  # parameters can only be offloaded in stage 3
-            offload = "host" if self.stage != 3 else {"optimizer": "host", "parameters": "host"}
+        elif self.offload == "parameters":  # which can only be offloaded in stage 3, without inner shards
+            can_offload = self.stage == 3 and not self.partition.startswith("hierarchical")
+            offload = {"optimizer": "host", "parameters": "host"} if can_offload else "host"
+        mesh, partition = None, self.partition if self.stage > 0 else "hybrid"
+        reduces = self.world > 1 and self.stage > 0 and self.reduce_dtype is None
+        if self.world == 4:
+            reduces = reduces and partition != "hybrid"
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         return {
             "stage": self.stage,
+            "mesh": mesh,
+            "partition": partition,
+            "gather_dtype": self.eight_bits if self.stage == 3 else None,
+            "reduce_wire": self.eight_bits if reduces else None,
             "precision": self.precision,
             "reduce_dtype": self.reduce_dtype,
             "offload": offload,
@@ -523,8 +541,7 @@ class Lockstep:
         other = torch.as_tensor(expected).detach().float()
         if one.shape != other.shape:
             raise Counterexample(f"{what}: shape {tuple(one.shape)} instead of {tuple(other.shape)}")
-        exact = self.options.dtype is None
-        near, far = (2e-5, 2e-4) if exact else (5e-3, 2e-2)
+        near, far = (2e-5, 2e-4) if self.options.is_exact else (5e-3, 2e-2)
         size = float(other.abs().max()) if other.numel() else 0.0
         off = float((one - other).abs().max()) if other.numel() else 0.0
         if not off <= loose * (near + far * size):
@@ -577,7 +594,7 @@ class Lockstep:
             )
             for value in done[0] if done is not None else ():
                 self.same(f"full_parameter {name}", value, self.plain.parameter(name))
-            if done is not None and self.options.dtype is not None:  # so that rounding errors do not accumulate
+            if done is not None and not self.options.is_exact:  # so that rounding errors do not accumulate
                 self.plain.parameter(name).data.copy_(done[0][0])
         for name in self.names:
             done = self._do(
@@ -922,7 +939,9 @@ class Lockstep:
         if not self.has_gradients:
             return
         outcomes = self._outcomes("step_original", lambda rank: self.sides[rank].original.step())
-        for _, error in outcomes:
+        for side, (_, error) in zip(self.sides, outcomes, strict=True):
+            if error is None and not any(group["params"] for group in side.original.param_groups):
+                continue  # a rank that has no part of these small units
             if error is None:
                 raise Counterexample("the optimizer that was given to shard() was stepped, and nothing was said")
             if not is_clear(error):
@@ -1277,7 +1296,6 @@ class Lockstep:
         for side in self.sides:
             for name in self.names:
                 self.same(f"{name} unsharded", side.parameter(name), self.plain.parameter(name))
-        options = replace(self.options, stage=stage).shard_options(self.scratch)
         for model in (self.plain.model, *(side.model for side in self.sides)):
             for name, parameter in model.named_parameters():
                 if thaw:
@@ -1288,6 +1306,7 @@ class Lockstep:
         def build(rank: int) -> None:
             side = self.sides[rank]
             side.original = side.optimizer
+            options = replace(self.options, stage=stage).shard_options(self.scratch)
             side.model, side.optimizer = zeroshard.shard(side.model, side.optimizer, **options)
             for context in side.contexts:
                 context.__exit__(None, None, None)

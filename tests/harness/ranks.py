@@ -14,10 +14,12 @@ per rank. Grad mode, autocast and `with torch.device(...)` are per thread. Proce
 seeded with 0 before each body. Other changes of global state by a body stay in the worker for later runs.
 
 [Note: NCCL ranks on one GPU]
-`run_nccl` runs each rank in such a process over NCCL, on a GPU of its own if there are enough. If not, all ranks share
-the first GPU. NCCL refuses two ranks on one GPU only if they seem to be on the same host, so each rank gets its own
-host id. Ranks then take turns on the GPU, and data goes through loopback sockets: a collective takes some milliseconds
-with 2 ranks and some tens of milliseconds with 4. Streams, events, watchdog, sums and communicators are NCCL's own.
+`run_nccl` runs each rank in such a process over NCCL, on a GPU of its own if there are `MAX_NCCL_RANKS` GPUs. If not,
+all ranks share the first GPU. NCCL refuses two ranks on one GPU only if they seem to be on the same host, so each rank
+gets its own host id. Ranks then take turns on the GPU, and data goes through loopback sockets: a collective takes some
+milliseconds with 2 ranks and some tens of milliseconds with 4. Streams, events, watchdog, sums and communicators are
+NCCL's own. NCCL reads some of its settings once per process, and gives wrong sums if they differ between ranks. So a
+worker gets them when it starts, before any body can use NCCL.
 
 [Note: how a stuck run ends]
 No run waits forever. At the timeout (or `GRACE` seconds after the first rank failed) the error gets the Python stacks
@@ -59,12 +61,15 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
 
+MAX_NCCL_RANKS = 4
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one has failed
 LOOPBACK = "127.0.0.1"
 # Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
 # imports, takes 1.5 seconds; the modules of many bodies import the others.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer"]
-PRELOADED += ["transformers.trainer"]  # and with it Accelerate, PEFT and the classes that all models share
+# With the Trainer come Accelerate, PEFT and the classes that all models share. Where there is a GPU, one of them
+# initializes CUDA, which a forked process cannot use then. (Asking for a GPU here would initialize it, too.)
+PRELOADED += ["transformers.trainer" if torch.version.cuda is None else "transformers"]
 
 
 class RanksFailed(RuntimeError):
@@ -492,6 +497,7 @@ def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
     faulthandler.register(signal.SIGUSR1, dump)
     threading.Thread(target=_die_with, args=(connection,), daemon=True).start()
     torch.set_num_threads(1)
+    _prepare_nccl()
     os.environ["MASTER_ADDR"] = LOOPBACK
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     store = TCPStore(LOOPBACK, store_port, is_master=False)
@@ -555,16 +561,23 @@ def _run_rank(store: Store, job: bytes) -> bytes:
 def init_process_group(backend: str, store: Store, rank: int, world: int, limit: timedelta) -> None:
     """Initialise the default process group over gloo or NCCL: see [Note: NCCL ranks on one GPU]."""
     gpu = None
-    if backend == "nccl" and torch.cuda.device_count() >= world:
+    if backend == "nccl" and _prepare_nccl():
+        # without device_id: with it, a mesh splits NCCL's communicator, which can crash in a process that had another
+        torch.cuda.set_device(0)
+    elif backend == "nccl":
         gpu = torch.device("cuda", rank)
         torch.cuda.set_device(gpu)
-    elif backend == "nccl":
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
+
+
+def _prepare_nccl() -> bool:
+    """Have NCCL accept ranks that share a GPU; return whether they do: see [Note: NCCL ranks on one GPU]."""
+    shares_gpu = 0 < torch.cuda.device_count() < MAX_NCCL_RANKS
+    if shares_gpu:
         from zeroshard.cli.rehearse_rank import share_gpu
 
         share_gpu(f"worker-{os.getpid()}")
-        # without device_id: with it, a mesh splits NCCL's communicator, which can crash in a process that had another
-        torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
+    return shares_gpu
 
 
 def _die_with(connection: "Connection[Any, Any]") -> None:

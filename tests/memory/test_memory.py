@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 
 import pytest
 import torch
 import torch.distributed as dist
-from live import allocated_bytes, live_bytes
+from live import allocated_bytes, live_bytes, live_bytes_at_start
 from plain import batches, make_net, net_loss
 from ranks import run_processes, run_threads
 
@@ -73,8 +72,7 @@ def bound(stage: int, ranks: int) -> float:
 
 def count_at_rest(rank: int, stage: int):
     """What is held with gradients, and without."""
-    gc.collect()  # of what tests before this one have left in the process, which might go meanwhile
-    before = live_bytes()
+    before = live_bytes_at_start()
     model, optimizer = sharded_gpt(stage)
     step(model, optimizer)
     counted = [(copy.deepcopy(zeroshard.report(model)), live_bytes() - before)]
@@ -122,7 +120,7 @@ def peaks_of_a_step(rank: int, stage: int, world: int):
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    before = live_bytes()
+    before = live_bytes_at_start()
     model, optimizer = sharded_gpt(stage)
     train(model, optimizer, 2)
     held = live_bytes() - before

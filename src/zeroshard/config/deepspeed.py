@@ -231,10 +231,8 @@ _NO_COUNTERPART = {
     "sparse_attention": "use the model's own attention",
     "weight_quantization": "quantized weights are not supported",
     "zero_optimization.zenflow": "every gradient is applied in its own step",
-    "zero_optimization.zero_quantized_gradients": "gradients are reduced in reduce_dtype, not quantized",
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are gathered in their own dtype",
-    "zero_optimization.zero_quantized_weights": "weights are gathered in the compute dtype, not quantized",
-    "zero_optimization.zeropp_loco_param": "gradients are reduced in reduce_dtype, not quantized",
+    "zero_optimization.zeropp_loco_param": "error_feedback=True is like it, without err_beta and reset_T",
 }
 
 
@@ -513,6 +511,32 @@ def _read_offload(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey
             yield MigratedKey(f"{key}.{other}", chosen, NOT_NEEDED, f"see {path}")
 
 
+def _read_quantized(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
+    """zero_quantized_weights and zero_quantized_gradients."""
+    if not _is_on(value):
+        yield MigratedKey(key, value, NOT_NEEDED, "it is off")
+    elif reader.stage not in (3, AUTO):
+        yield MigratedKey(key, value, NOT_NEEDED, f"DeepSpeed does not use it in stage {reader.stage}")
+    else:
+        name, text = _QUANTIZED[key]
+        yield MigratedKey(key, value, OPTION, text, changes_numbers=True, options={name: "int8"})
+
+
+_QUANTIZED = {
+    "zero_optimization.zero_quantized_weights": (
+        "gather_dtype",
+        'gather_dtype="int8": parameters are gathered in 8 bits, as in DeepSpeed, with a scale for each 64 elements. '
+        "Master weights stay exact, and so do parameters that stay in fp32",
+    ),
+    "zero_optimization.zero_quantized_gradients": (
+        "reduce_wire",
+        'reduce_wire="int8": gradients are sent in 8 bits with a scale for each 64 elements, and summed in fp32. '
+        "DeepSpeed sends 4 bits. On nodes with several GPUs use a 2-D mesh and "
+        'partition="hierarchical" or "full", so that gradients are summed inside a node first',
+    ),
+}
+
+
 def _read_clipping(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
     if value in (0, None):
         yield MigratedKey(key, value, NOT_NEEDED, "it is off")
@@ -743,6 +767,8 @@ _RULES: dict[str, _Rule] = {
     "zero_optimization.stage": _read_stage,
     "zero_optimization.stage3_prefetch_bucket_size": _read_prefetch,
     "zero_optimization.zero_hpz_partition_size": _read_hpz,
+    "zero_optimization.zero_quantized_gradients": _read_quantized,
+    "zero_optimization.zero_quantized_weights": _read_quantized,
     **{
         f"fp16.{name}": _read_loss_scale
         for name in (

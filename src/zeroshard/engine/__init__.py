@@ -2,7 +2,7 @@
 
 from zeroshard.engine.build import build_engine, plan_model
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.ema import EMA
+from zeroshard.engine.ema import EMA, exact_values
 from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_grad import FlatGrad, assign_segments, compute_norms
 from zeroshard.engine.flat_param import FlatParam
@@ -50,6 +50,7 @@ __all__ = [
     "check_model",
     "compute_norms",
     "engine_of",
+    "exact_values",
     "find_parameter",
     "make_plain",
     "on_scaled_loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from torch.distributed.tensor import DTensor
 from zeroshard.comm import Communicator
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.flat_param import FlatParam, InnerShard
+from zeroshard.engine.float8_flat import Float8FlatParam
 from zeroshard.engine.forward_methods import install_forward_methods, mark_generating_modules
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
+from zeroshard.float8 import install_float8_layers
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
-from zeroshard.sharding import FlatSpec, ParamSpec, ShardPlan, UnitSpec, plan_shards
+from zeroshard.sharding import FlatSpec, ParamSpec, ShardPlan, UnitSpec, find_float8_layers, plan_shards
 from zeroshard.tensor_parallel import TensorParallelState
 from zeroshard.utils.stored_tensor import StoredTensor
 
@@ -36,6 +39,8 @@ def plan_model(
 ) -> ShardPlan:
     """Return the shard plan of a model. ``optimizer_of``: the number of the optimizer of each parameter, by id."""
     has_several = len(set(optimizer_of.values())) > 1
+    tp_names = tp_state.tp_params if tp_state is not None else ()
+    float8 = find_float8_layers(model, context.config, context.precision, tp_names)
     params = {}
     for name, parameter in model.named_parameters():
         tp_param = tp_state.tp_params.get(name) if tp_state is not None else None
@@ -46,8 +51,9 @@ def plan_model(
             parameter.requires_grad,
             id(parameter) in optimizer_of,
             optimizer_of.get(id(parameter), -1) if has_several else 0,
+            float8 is not None and name in float8.weights,
         )
-    return plan_shards(
+    plan = plan_shards(
         units,
         params,
         config=context.config,
@@ -58,6 +64,7 @@ def plan_model(
         state_bytes_per_element=state_bytes_per_element,
         on_gpu=context.comm.device.type == "cuda",
     )
+    return replace(plan, float8_layers=float8)
 
 
 def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -72,7 +79,13 @@ def build_engine(
     """Shard a model as the plan says. Return its engine, and the handles that remove its hooks."""
     units = UnitBuilder(context, model, plan, tp_state).build()
     engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
-    handles = install_hooks(model, engine, plan.units)
+    handles: list[Any] = list(install_hooks(model, engine, plan.units))
+    if plan.float8_layers is not None:
+        layers = plan.float8_layers
+        flats = [flat for unit in units for flat in unit.flats if isinstance(flat, Float8FlatParam)]
+        gathered = {name: weight for flat in flats for name, weight in zip(flat.names, flat.weights, strict=True)}
+        weights = {layers.weights[name]: weight for name, weight in gathered.items()}
+        handles += install_float8_layers(model, layers.names, weights)
     return engine, [*handles, install_forward_methods(model), *mark_generating_modules(model, engine)]
 
 
@@ -132,7 +145,8 @@ class UnitBuilder:
     def _make_flat(self, spec: FlatSpec) -> FlatParam:
         tp_params = self._tp_state.tp_params if self._tp_state is not None else {}
         parameters = [self._parameters[name] for name in spec.names]
-        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm)
+        kind = Float8FlatParam if spec.is_gathered_in_float8 else FlatParam
+        return kind(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm)
 
     def build(self) -> list[Unit]:
         """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
@@ -150,6 +164,8 @@ class UnitBuilder:
         for dtype in dict.fromkeys(flat.dtype for flat in sharded):
             numel = sum(flat.spec.param_numel for flat in sharded if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
+        payload_bytes = sum(flat.spec.inner_payload_bytes for flat in flats)
+        payloads = Arena("parameters", payload_bytes, torch.uint8, self._pool, self._tracker) if payload_bytes else None
         on_disk = {flat for flat in flats if flat.spec.tier_placement.parameters == "disk"}
         prefetcher = self._tiers.make_prefetcher(
             [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat in on_disk]
@@ -157,6 +173,8 @@ class UnitBuilder:
         for unit, spec in zip(self.units, self._plan.units, strict=True):
             for flat in unit.flats:
                 self._allocate_flat(flat, shards)
+                if payloads is not None and flat.spec.inner_payload_bytes:
+                    flat.inner = InnerShard(payloads.allocate(flat.spec.inner_payload_bytes), flat.spec)
                 flat.prefetcher = prefetcher if flat in on_disk else None
                 if flat.spec.has_master:
                     flat.master = self._make_master(flat, masters)

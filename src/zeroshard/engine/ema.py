@@ -57,7 +57,8 @@ class EMA:
         engine: Engine = model._zeroshard.engine  # type: ignore[union-attr, assignment]
         self._engine = weakref.ref(engine)
         self._prepare(engine, f"make an EMA with decay {decay}")
-        self._averages = [_copy_of(values) for values in map(_values, _trained_flats(engine))]
+        self.number = engine.order.event_count  # the same on all ranks
+        self._averages = [copy_of(values) for values in map(exact_values, _trained_flats(engine))]
         engine.state_guard.averages.add(self)
         tracker = engine.context.tracker
         for segment in self._segments():
@@ -133,7 +134,7 @@ class EMA:
         By their ranges: add_param_group() may have given a flat master weights, in other segments than its parameters.
         """
         for flat, averages in zip(_trained_flats(engine), self._averages, strict=True):
-            for segment in _values(flat).segments:
+            for segment in exact_values(flat).segments:
                 for span, average in averages.views_in(segment.span):
                     yield segment.tensor[span.shift(-segment.span.start).slice], average
 
@@ -183,7 +184,7 @@ def _trained_flats(engine: Engine) -> list[FlatParam]:
     return [flat for unit in engine.units for flat in unit.flats if flat.spec.is_trainable]
 
 
-def _values(flat: FlatParam) -> TieredTensor:
+def exact_values(flat: FlatParam) -> TieredTensor:
     """Return this rank's shard in the highest precision: the master weights, or the parameters."""
     if flat.master is not None:
         return flat.master
@@ -192,7 +193,7 @@ def _values(flat: FlatParam) -> TieredTensor:
     return TieredTensor([TierSegment(span, tier, shard) for span, shard in pairs])
 
 
-def _copy_of(values: TieredTensor) -> TieredTensor:
+def copy_of(values: TieredTensor) -> TieredTensor:
     """Return a copy in fp32 or the dtype of the values, on the device or in host memory."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return TieredTensor(

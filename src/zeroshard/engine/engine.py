@@ -20,6 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine.context import ShardContext
+from zeroshard.engine.float8_flat import SCALES_LABEL, find_float8_scales
 from zeroshard.engine.grad_scale import current_inverse_scale
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.module_buffers import BufferBroadcaster
@@ -223,21 +224,21 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(
             BackwardEndCallback(self, backward_id, self._forward_thread_id)
         )
-        inverse_scale = current_inverse_scale()
-        self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
+        inverse_scale, needs_sync = current_inverse_scale(), self.executor.needs_grad_sync
         self.backward_count, self.total_backwards = self.backward_count + 1, self.total_backwards + 1
+        if self.gradients.local_sums.is_used:
+            self.gradients.local_sums.begin_backward(self.backward_count, needs_sync)
+        scaled = "" if inverse_scale is None else " of a scaled loss"
+        self.order.begin_pass(f"backward{scaled}{self.gradients.local_sums.hops.value}")
         if self._defragmenter is not None:
             self._defragmenter.workspace.acquire()
         self.gradients.memory.record_allocated()
         self.state_guard.hide_reduced_grads(self.executor.unsharded)
         self.gradients.begin_backward(inverse_scale)
-        needs_sync = self.executor.needs_grad_sync
         listeners = self.gradients.reducer.listeners
         if listeners:
             listeners.on_backward_begin(self.total_backwards) if needs_sync else listeners.invalidate()
-        if not self.gradients.is_partitioned:
-            self.gradients.local_sums.begin_backward(self.backward_count, needs_sync)
-        elif not self.gradients.reduce_queue.is_agreed and needs_sync:
+        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
             ticks = {unit: self.schedule.backward.first_use_tick(unit) for unit in self.gradients.units}
             used = sorted((unit for unit in ticks if ticks[unit] is not None), key=lambda unit: -(ticks[unit] or 0))
             self.gradients.reduce_queue.agree(used, self.context)
@@ -329,6 +330,7 @@ class ScheduleExecutor:
         self._units_by_gather_label = {unit.all_gather_label: unit for unit in self.partitioned_units}
         self._units_by_copy_label = {unit.gather_copy_label: unit for unit in self.partitioned_units}
         self._prefetchers = {flat.prefetcher for unit in units for flat in unit.flats if flat.prefetcher is not None}
+        self._float8_scales = find_float8_scales([flat for unit in units for flat in unit.flats])
         self._prefetch_depth = 1 + (PREFETCH_SHARDS if self._prefetchers else 0)
 
     def is_trainable(self, unit: Unit) -> bool:
@@ -369,6 +371,9 @@ class ScheduleExecutor:
             unit in self.unsharded_this_pass and unit.state is UnitState.UNSHARDED
         ):
             return
+        if self._float8_scales is not None and self._float8_scales.are_stale:
+            self._order.check(SCALES_LABEL)
+            self._float8_scales.refresh(self._comm)
         unit.start_unshard()
         if unit not in self.unsharded:
             self.unsharded.append(unit)
@@ -390,8 +395,12 @@ class ScheduleExecutor:
         self._gradients.on_unit_done(unit, self.needs_grad_sync)
 
     def drain_collectives(self, reshard: Callable[[Unit], None]) -> None:
-        """Take part in the all-gathers that the other ranks still expect in this pass, so that they do not hang."""
+        """Take part in the all-gathers that the other ranks still expect in this pass, so that they do not hang.
+
+        Each event is an all-gather there, also of a unit that is still unsharded here.
+        """
         for event in self._order.remaining_events():
+            self.unsharded_this_pass.clear()
             if (unit := self._units_by_gather_label.get(event)) is not None:
                 self.unshard(unit)
                 reshard(unit)

@@ -19,10 +19,19 @@ If gradients exist when a training forward begins, they exist at the loss too: a
 zero_grad() is called between forward and backward. They are then moved into the separate pool, once ([Note: separate
 pool for long-lived tensors]), and keep their memory from then on. The next backward overwrites it even if the user
 holds a view. The same holds if states are offloaded, because their updates read the gradients during the next forward.
+
+[Note: inner sums]
+If ``Config.partition`` has gradients over the inner axis, and optimizer states over both, a backward reduces gradients
+inside the inner axis and adds them to the inner sum: what the ranks with one inner rank need together, laid out as a
+shard of the inner axis. The last backward adds the inner sum to its own result before it reduces that over the outer
+axis, into the shard. If it is not known to be the last (see [Note: reducing in the last backward]), the inner sum is
+reduced over the outer axis when the gradients are needed. Then the inner sum is freed; so a step with one backward has
+none, once that is known. If another backward follows, a new inner sum is later added to the same shard.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -34,7 +43,7 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.memory import Arena, Pool
-from zeroshard.sharding import Range
+from zeroshard.sharding import ParamRange, Range
 
 MIN_SEGMENTS = 4  # segments for the gradients of one dtype, if there are enough flats
 MAX_SEGMENTS = 16
@@ -50,16 +59,23 @@ class FlatGrad:
         self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
         self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket
         self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
+        self.inner_sum: torch.Tensor | None = None  # [numel / inner_count]: see [Note: inner sums]
         self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
         self.has_local_sum = False
         self.has_shard = False
         self.is_param_used = [False] * len(flat.parameters)  # has got a gradient on this rank since zero_grad()
         self.clear_count = 0  # how often the gradients of all parameters were set to None
-        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, if offloaded: recorded before the copy
-        self.max_abs: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
+        # by norm type (infinity only under fp16) and by bucket, if offloaded: recorded before the copy
+        self.norms: dict[float, dict[int, list[torch.Tensor]]] = {2.0: {}, math.inf: {}}
         self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
         self.local_sum_views: list[torch.Tensor] = []  # each parameter's view of ``local_sum``
         self.is_offloaded = flat.spec.has_offloaded_grads
+
+    @property
+    def pending_sums(self) -> list[torch.Tensor]:
+        """The sums that are not reduced over all ranks yet, on this rank or inside the inner axis."""
+        local_sum = self.local_sum if self.has_local_sum else None
+        return [tensor for tensor in (local_sum, self.inner_sum) if tensor is not None]
 
     @property
     def needs_reduce_buffer(self) -> bool:
@@ -75,6 +91,11 @@ class FlatGrad:
         """Use ``local_sum`` for this rank's sum from now on."""
         self.local_sum = local_sum
         self.local_sum_views = [self.flat.view(local_sum, index) for index in range(len(self.flat.parameters))]
+
+    def inner_parts(self) -> list[torch.Tensor]:
+        """Return views of the inner sum, by bucket; none if there is no inner sum."""
+        layout, inner_sum = self.flat.spec.inner_layout, self.inner_sum
+        return [] if inner_sum is None else [inner_sum[layout.shard_range(b).slice] for b in layout.buckets]
 
     def detach_arena(self) -> None:
         """Drop all references to the arena, because the user may hold views of it."""
@@ -105,8 +126,8 @@ class FlatGrad:
 
     def clear_norms(self) -> None:
         """Clear the norms that were recorded before the copy, because the gradient changes."""
-        self.norms.clear()
-        self.max_abs.clear()
+        for by_bucket in self.norms.values():
+            by_bucket.clear()
 
     def clear(self) -> None:
         """Set the gradients of all parameters to None."""
@@ -120,8 +141,8 @@ class FlatGrad:
         self.wait_copy()
         self.clear_norms()
         zero_autograd_grads(self.flat.parameters)
-        if self.has_local_sum and self.local_sum is not None:
-            self.local_sum.zero_()
+        for pending_sum in self.pending_sums:
+            pending_sum.zero_()
         if self.has_shard and self.shard is not None:
             self.shard.zero_()
 
@@ -140,9 +161,11 @@ class FlatGrad:
         reduced = self.shard if self.carried_over is None else self.carried_over
         if self.has_shard and reduced is not None:
             self.wait_copy()
-            for param_range in self.flat.owned_ranges:
-                if param_range.param_index == index:
-                    reduced[param_range.offset : param_range.offset + param_range.elements.numel].zero_()
+            _zero_param(reduced, self.flat.owned_ranges, index)
+        if self.inner_sum is not None:
+            layout = self.flat.spec.inner_layout
+            inner_rank = self.flat.shard_rank * layout.shard_count // self.flat.layout.shard_count
+            _zero_param(self.inner_sum, layout.owned_ranges(inner_rank), index)
 
     def param_shards(self, index: int) -> list[tuple[Range, torch.Tensor]]:
         """Return (elements, values) for each range of one parameter's reduced gradient in this rank's shard."""
@@ -153,6 +176,13 @@ class FlatGrad:
             (param_range.elements, self.shard[param_range.offset : param_range.offset + param_range.elements.numel])
             for param_range in ranges
         ]
+
+
+def _zero_param(tensor: torch.Tensor, owned_ranges: Sequence[ParamRange], index: int) -> None:
+    """Set one parameter's elements to zero, in a tensor that holds these ranges."""
+    for param_range in owned_ranges:
+        if param_range.param_index == index:
+            tensor[param_range.offset : param_range.offset + param_range.elements.numel].zero_()
 
 
 def compute_norms(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
@@ -251,8 +281,8 @@ class GradMemory:
 
     @property
     def has_grads(self) -> bool:
-        """Return whether there are gradients, local sums or reduced."""
-        return any(gradient.has_local_sum or gradient.has_shard for gradient in self._flat_grads)
+        """Return whether there are gradients, local sums, inner sums or reduced."""
+        return any(g.has_local_sum or g.has_shard or g.inner_sum is not None for g in self._flat_grads)
 
     def record_allocated(self) -> None:
         """Record the allocated bytes; called when a forward ends or a backward begins."""
@@ -323,6 +353,18 @@ class GradMemory:
             self._tracker.add("gradients", -flat_grad.local_sum.nbytes)
             flat_grad.local_sum, flat_grad.local_sum_views, flat_grad.has_local_sum = None, [], False
 
+    def allocate_inner_sum(self, flat_grad: FlatGrad) -> None:
+        """Allocate memory for an inner sum, unless it has some: it exists until it is reduced over the outer axis."""
+        if flat_grad.inner_sum is None:
+            numel = flat_grad.flat.spec.inner_layout.shard_numel
+            flat_grad.inner_sum = self._make_arena(numel, flat_grad.dtype, separate_pool=True).tensor
+
+    def drop_inner_sum(self, flat_grad: FlatGrad) -> None:
+        """Drop an inner sum, if there is one."""
+        if flat_grad.inner_sum is not None:
+            self._tracker.add("gradients", -flat_grad.inner_sum.nbytes)
+            flat_grad.inner_sum = None
+
     def pop_carried_over(self, flat_grad: FlatGrad) -> torch.Tensor | None:
         """Remove and return the gradient that was reduced before ``local_sum`` was reused."""
         carried_over = flat_grad.carried_over
@@ -340,6 +382,8 @@ class GradMemory:
             return
         if self._is_partitioned and flat_grad.local_sum is not None:  # summed inside ``no_sync``
             self.drop_local_sum(flat_grad)
+        if flat_grad.inner_sum is not None:
+            self.drop_inner_sum(flat_grad)
         flat_grad.clear()
 
     def free(self) -> None:
@@ -354,7 +398,7 @@ class GradMemory:
 
     def make_persistent(self) -> None:
         """Keep the memory of gradients that exist when a training forward begins: they exist at the loss too."""
-        if not self.is_persistent and self.has_grads:
+        if not self.is_persistent and any(g.has_local_sum or g.has_shard for g in self._flat_grads):
             self.is_persistent = True
             for arena in self._arenas():
                 arena.move_to(self._pool)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from zeroshard.comm import CollectiveWork, Communicator
+from zeroshard.comm import CollectiveWork, Communicator, Quantizer
 from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
 from zeroshard.sharding import FlatSpec, Range
@@ -121,7 +122,8 @@ class FlatParam(FlatMetadata):
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] if partitioned and not cast from the master
         # this rank's shard of each bucket: a view of ``shard``, or of ``full`` if that is replicated
         self.local_shards: list[torch.Tensor] = []
-        self.inner: InnerShard | None = None  # contains ``local_shards``: see [Note: inner shards]
+        self.inner: InnerShard | None = None  # contains ``local_shards``, or payloads: see [Note: inner shards]
+        self.quantized = QuantizedGather(spec, comm) if spec.gather_dtype is not None else None
         self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
         # [layout.shard_numel], the master weights, which the optimizer updates instead of the parameters
         self.master: TieredTensor | None = None
@@ -151,7 +153,7 @@ class FlatParam(FlatMetadata):
         ``shard`` is the inner shard if the flat keeps that.
         """
         self.is_partitioned, self.shard = is_partitioned, shard
-        if shard is not None and self.spec.keeps_inner_shard:
+        if shard is not None and self.spec.keeps_inner_shard and self.quantized is None:
             self.shard, self.inner = None, InnerShard(shard, self.spec)
         self._allocate_full()
         nan_or_zero = float("nan") if self.dtype.is_floating_point else 0
@@ -161,7 +163,7 @@ class FlatParam(FlatMetadata):
         if is_partitioned:
             self.local_shards = [self.shard[span.slice] for span in self.shard_ranges] if self.shard is not None else []
             if self.inner is not None:
-                self.local_shards = self.inner.shards_of(self.shard_rank)
+                self.local_shards = self.inner.parts_of(self.shard_rank)
             self.full.untyped_storage().resize_(0)
 
     def _allocate_full(self) -> None:
@@ -273,20 +275,31 @@ class FlatParam(FlatMetadata):
 
     def all_gather_inputs(self) -> list[torch.Tensor]:
         """Return this rank's shard of each bucket, on the device, as input of the all-gather."""
+        slots = self.shard_slots
+        if self.quantized is not None and self.quantized.input_slots is not None:
+            slots = self.quantized.input_slots
         if self.spec.is_cast_from_master:
-            self._cast_pairs = self._cast_pairs or self._pair_with_master(self.shard_slots, device_only=True)
-            if self._cast_pairs[0]:
-                torch._foreach_copy_(*self._cast_pairs)
-            return self.shard_slots
+            pairs = self._cast_pairs if slots is self.shard_slots else None
+            pairs = pairs or self._pair_with_master(slots, device_only=True)
+            if slots is self.shard_slots:
+                self._cast_pairs = pairs
+            if pairs[0]:
+                torch._foreach_copy_(*pairs)
+            return slots
         if self.shard is None or not self.spec.has_offloaded_params:
             return self.local_shards
         with label("copy offloaded parameters {!r}", self.spec.unit):
             shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
-            for slot, span in zip(self.shard_slots, self.shard_ranges, strict=True):
+            for slot, span in zip(slots, self.shard_ranges, strict=True):
                 slot.copy_(shard[span.slice], non_blocking=True)
         if self.prefetcher is not None:
             self.prefetcher.release(self.shard)
-        return self.shard_slots
+        return slots
+
+    def mark_values_changed(self) -> None:
+        """Have the next unshard gather new values over the outer axis: see [Note: inner shards]."""
+        if self.inner is not None:
+            self.inner.is_stale = True
 
     def prefetch(self) -> None:
         """Start to read a shard on disk, unless an update of it is pending."""
@@ -294,31 +307,93 @@ class FlatParam(FlatMetadata):
             self.prefetcher.prefetch(self.shard)
 
 
+class QuantizedGather:
+    """The all-gathers of a flat in 8 bits (``Config.gather_dtype``), through a buffer of all ranks' payloads.
+
+    Every rank restores all values from these, its own too: so all compute with the same parameters. Shards and masters
+    stay exact; :func:`gathered`, checkpoints and everything else that reads values between steps use those.
+    """
+
+    def __init__(self, spec: FlatSpec, comm: Communicator) -> None:
+        self._spec, self._comm = spec, comm
+        self._quantizer = Quantizer(str(spec.gather_dtype), comm.device)
+        self._padding = spec.padding_in_blocks(comm.shard_axis.rank)  # of each bucket's shard
+        self._buffer: torch.Tensor | None = None
+        # memory for this rank's shard of each bucket, if ``full`` must not change; else that is in ``full``
+        self.input_slots: list[torch.Tensor] | None = None
+
+    def allocate(self, is_full_in_use: bool) -> int:
+        """Allocate the buffer, on the compute stream: see [Note: streams without record_stream]. Return its bytes.
+
+        ``is_full_in_use``: computation may use the full values, which were restored before. Exact ones must not be
+        written over them, not even for a moment.
+        """
+        spec, payload_bytes = self._spec, self._spec.gather_buffer_bytes
+        needs_slots = is_full_in_use and (spec.is_cast_from_master or spec.has_offloaded_params)
+        slot_bytes = spec.layout.shard_numel * spec.compute_dtype.itemsize if needs_slots else 0
+        self._buffer = torch.empty(payload_bytes + slot_bytes, dtype=torch.uint8, device=self._comm.device)
+        if needs_slots:
+            slots = self._buffer[payload_bytes:].view(spec.compute_dtype)
+            self.input_slots = [slots[span.slice] for span in spec.shard_ranges]
+        return self._buffer.nbytes
+
+    def free(self) -> int:
+        """Free the buffer. Return its bytes."""
+        buffer, self._buffer, self.input_slots = self._buffer, None, None
+        return 0 if buffer is None else buffer.nbytes
+
+    def start(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], inner: InnerShard | None, what: str
+    ) -> list[CollectiveWork]:
+        """Start to gather all buckets from this rank's shards of them. ``inner``: where it keeps payloads."""
+        assert self._buffer is not None
+        rank = self._comm.shard_axis.rank
+        gathered = [self._buffer[span.slice] for span in self._spec.gather_payloads]  # by bucket
+        payloads = [bucket.view(self._comm.shard_axis.size, -1) for bucket in gathered]
+        own = [rows[rank] for rows in payloads] if inner is None else inner.parts_of(rank)
+        if inner is None or inner.is_stale:
+            padding = [shard[span.slice] for shard, spans in zip(inputs, self._padding, strict=True) for span in spans]
+            if padding:
+                torch._foreach_zero_(padding)  # an optimizer may have changed it, and it shares blocks with parameters
+            for payload, shard in zip(own, inputs, strict=True):
+                self._quantizer.quantize(payload.unsqueeze(0), shard)
+        if inner is not None:
+            pending = inner.start_gathers(gathered, own, self._comm, what)
+        else:
+            pending = [self._comm.all_gather(*bucket, what) for bucket in zip(gathered, own, strict=True)]
+        return [
+            self._comm.finish_with(work, partial(self._quantizer.dequantize, output, rows))
+            for work, output, rows in zip(pending, outputs, payloads, strict=True)
+        ]
+
+
 class InnerShard:
     """What the ranks with one inner rank have together of a flat.
 
     [Note: inner shards]
-    With ``Config.partition="hierarchical"`` each rank keeps this, so that units are unsharded inside the inner axis.
+    If ``Config.partition`` has parameters over the inner axis, each rank keeps this, and units are unsharded inside it.
     Its own shard is a view into it. Values change on all ranks or on none. A change makes the inner shard stale; then
-    the next unshard gathers it over the outer axis first.
+    the next unshard gathers it over the outer axis first. With ``Config.gather_dtype`` it consists of payloads, and
+    the rank's own shard has separate memory.
     """
 
     def __init__(self, tensor: torch.Tensor, spec: FlatSpec) -> None:
-        self.tensor = tensor  # [spec.param_numel]
+        self.tensor = tensor  # [spec.param_numel], or [spec.inner_payload_bytes]
         self.is_stale = True  # whether it lacks new values of other ranks
-        count = spec.inner_count
-        self._parts = [tensor[bucket.start // count : bucket.end // count] for bucket in spec.layout.buckets]
-        self._outer_count = spec.layout.shard_count // count
+        self._parts = [tensor[span.slice] for span in spec.inner_parts]
+        self._outer_count = spec.layout.shard_count // spec.inner_count
 
-    def shards_of(self, shard_rank: int) -> list[torch.Tensor]:
-        """Return one rank's shard of each bucket."""
+    def parts_of(self, shard_rank: int) -> list[torch.Tensor]:
+        """Return one rank's part of each bucket: its shard, or the payload of it."""
         return [part.view(self._outer_count, -1)[shard_rank % self._outer_count] for part in self._parts]
 
-    def start_gathers(self, flat: FlatParam, comm: Communicator, what: str) -> list[CollectiveWork]:
-        """Start to gather all buckets over the inner axis; before, over the outer one, if this is stale."""
+    def start_gathers(
+        self, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], comm: Communicator, what: str
+    ) -> list[CollectiveWork]:
+        """Start to gather all buckets over the inner axis; before, this rank's parts over the outer one, if stale."""
         pending: list[CollectiveWork] = []
-        for full, part, shard in zip(flat.bucket_views, self._parts, flat.local_shards, strict=True):
-            after = comm.all_gather_outer(part, shard, what) if self.is_stale else None
+        for full, part, own_part in zip(outputs, self._parts, own, strict=True):
+            after = comm.all_gather_outer(part, own_part, what) if self.is_stale else None
             pending.append(comm.all_gather_inner(full, part, what, after))
         self.is_stale = False
         return pending

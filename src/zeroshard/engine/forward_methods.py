@@ -68,9 +68,8 @@ def mark_generating_modules(model: nn.Module, engine: Engine) -> list[AttributeO
     Not if the model's ranks are only a part of the process group, all of which transformers would ask.
     """
     comm = engine.comm
-    ranks = comm.data_parallel_size * comm.tensor_axis.size
     is_split = comm.shard_axis.size > 1 and any(unit.is_partitioned for unit in engine.units)
-    if not is_split or ranks != dist.get_world_size():
+    if not is_split or comm.mesh_size != dist.get_world_size():
         return []
     generating = [module for module in model.modules() if callable(getattr(type(module), "generate", None))]
     return [AttributeOverride(module, "_is_fsdp_managed_module", True) for module in generating]

@@ -155,15 +155,20 @@ def _write_back_units(engine: Engine, units: list[Unit], src_rank: int) -> bool:
     engine.order.begin_pass("write")
     comm = engine.comm
     changed = torch.zeros(len(units), device=comm.device)
-    for index, unit in enumerate(units):
-        engine.order.check(f"write unit {unit.name!r}")
-        changed[index] = write_back(unit, comm, src_rank)
-    what = "agree on what was written"
-    engine.order.check(what)
-    comm.all_reduce_over_mesh(changed, what)
-    is_known = comm.data_parallel_size * comm.tensor_axis.size == 1 or comm.consistency.is_distributed
-    flags = comm.read_to_host(changed, what) if is_known else [1.0] * len(units)
-    written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
+    written = units  # all of them, if it raises
+    try:
+        for index, unit in enumerate(units):
+            engine.order.check(f"write unit {unit.name!r}")
+            changed[index] = write_back(unit, comm, src_rank)
+        what = "agree on what was written"
+        engine.order.check(what)
+        comm.all_reduce_over_mesh(changed, what)
+        is_known = comm.mesh_size == 1 or comm.consistency.is_distributed
+        flags = comm.read_to_host(changed, what) if is_known else [1.0] * len(units)
+        written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
+    finally:
+        for unit in written:  # no other: a graph may need the scales that its float8 weights had in forward
+            unit.mark_values_changed()
     engine.state_guard.on_values_changed(parameter for unit in written for parameter in unit.parameters)
     return bool(written)
 

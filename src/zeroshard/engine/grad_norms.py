@@ -37,7 +37,7 @@ class GradNorms:
         pending: dict[_DeviceAndDtype, list[int]] = {}  # positions in ``norms`` that still hold gradients
         for g in self._flat_grads.values():
             for bucket_index in range(len(g.flat.shard_ranges)) if g.has_shard and g.shard is not None else ():
-                bucket_norms = g.norms.get(bucket_index) if norm_type == 2 else g.max_abs.get(bucket_index)
+                bucket_norms = g.norms[norm_type].get(bucket_index)
                 if bucket_norms is None and g.shard is not None:
                     g.wait_copy()
                     ranges = g.norm_ranges(bucket_index, self._counts_replicated)

@@ -98,7 +98,7 @@ class GradScaling:
                 )
             # a step has changed the scale, and the gradients were not cleared
             flat_grads = self._flat_grads.values()
-            sums = [g.local_sum for g in flat_grads if g.has_local_sum and g.local_sum is not None]
+            sums = [pending_sum for g in flat_grads for pending_sum in g.pending_sums]
             carried_over = [g.carried_over for g in flat_grads if g.carried_over is not None]
             self.multiply([*self.shards(), *sums, *carried_over], earlier / inverse_scale)
             self.clear_norms()

@@ -13,7 +13,7 @@ from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.last_backward import LocalSums
 from zeroshard.engine.param_data import has_autograd_grads
-from zeroshard.engine.reduce import NO_HISTORY, GradReducer, ReduceQueue
+from zeroshard.engine.reduce import NO_HISTORY, GradReducer, Hops, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
 
@@ -102,11 +102,8 @@ class Gradients:
         one on another.
         """
         is_single_rank = self._context.comm.data_parallel_size == 1 and self._context.comm.tensor_axis.size == 1
-        if (
-            (is_single_rank or self._is_usage_synced)
-            and not self.has_used_params
-            and not self._units_with_autograd_grads()
-        ):
+        can_be_empty = (is_single_rank or self._is_usage_synced) and not self.has_used_params
+        if can_be_empty and not self._units_with_autograd_grads():
             self.clear(set_to_none=True)
 
     # -- between backward and step ------------------------------------------------------------------------------
@@ -122,7 +119,9 @@ class Gradients:
         self._add_untracked_grads()
         if self.is_partitioned:
             for unit in self.reduce_queue.drain() if self.has_unreduced else ():
-                self._start_reduce(unit)
+                self._start_reduce(unit, Hops.BOTH)
+            if self.local_sums.is_used:
+                self.local_sums.reduce_inner_sums()
         elif self.has_unreduced or self.reduce_queue.is_partial:
             self.local_sums.reduce_all(self.has_unreduced)
         if self.reducer.is_busy:
@@ -266,8 +265,8 @@ class Gradients:
             for gradient in self._unit_grads[unit]:
                 self.memory.accumulate(gradient)
 
-    def _start_reduce(self, unit: Unit) -> None:
-        """Start to reduce a unit's gradients, concurrently with compute."""
+    def _start_reduce(self, unit: Unit, hops: Hops | None = None) -> None:
+        """Start to reduce a unit's gradients, concurrently with compute; by default as far as the backward does."""
         self._context.order.check(unit.reduce_label)
         self.reducer.begin_unit()
         flat_grads = self._unit_grads[unit]
@@ -275,7 +274,7 @@ class Gradients:
             self._accumulate_local(unit)
         with label("reduce gradients {!r}", unit.name):
             for flat_grad in flat_grads:
-                self.reducer.start(flat_grad, unit.reduce_label)
+                self.reducer.start(flat_grad, unit.reduce_label, hops or self.local_sums.hops)
 
     def _units_with_autograd_grads(self) -> list[Unit]:
         return [

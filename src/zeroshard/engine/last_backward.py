@@ -1,10 +1,10 @@
-"""When replicated gradients are reduced: inside the last backward before a step, if that is known, else by the step."""
+"""When sums over backwards are reduced: inside the last backward before a step, if that is known, else by the step."""
 
 from __future__ import annotations
 
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad
-from zeroshard.engine.reduce import GradReducer, ReduceQueue
+from zeroshard.engine.reduce import GradReducer, Hops, ReduceQueue
 from zeroshard.engine.unit import Unit
 from zeroshard.utils.profiling import label
 
@@ -65,6 +65,10 @@ class LastBackward:
     The reductions are a pass of their own in ``CollectiveOrder``, in backward and in ``step()`` alike. So it is not
     an error if ranks predict differently, e.g. because they use ``no_sync()`` differently: one reduces later.
 
+    The same holds for inner sums ([Note: inner sums]) and their reduction over the outer axis, except that all ranks
+    predict the same: partitioned gradients do not allow ranks to use ``no_sync()`` differently, and the kind of the
+    pass says which it is.
+
     >>> prediction = LastBackward(backwards=2)
     >>> [prediction.on_backward(number, needs_grad_sync=True) for number in (1, 2, 3)]
     [False, True, False]
@@ -110,7 +114,10 @@ class LastBackward:
 
 
 class LocalSums:
-    """When this rank's local sums of replicated gradients are reduced: see [Note: reducing in the last backward]."""
+    """When sums over backwards are reduced over all ranks: see [Note: reducing in the last backward].
+
+    They are the local sums of replicated gradients, or the inner sums of partitioned ones.
+    """
 
     def __init__(
         self,
@@ -122,13 +129,18 @@ class LocalSums:
         self._unit_grads, self._queue, self._reducer, self._context = unit_grads, queue, reducer, context
         self._order = context.order
         self._prediction = LastBackward(context.config.backwards if context.comm.data_parallel_size > 1 else 0)
-        self.is_last_backward = False  # whether the running backward reduces
+        self._has_inner_sums = context.placement.keeps_inner_sums
+        self.is_used = self._has_inner_sums or not context.placement.gradients
+        self.is_last_backward = False  # whether the running backward reduces local sums
+        self.hops = Hops.BOTH  # of the reductions of partitioned gradients in the running backward
         self._backward_count = 0  # since the last step
 
     def begin_backward(self, backward_count: int, needs_grad_sync: bool) -> None:
         """Predict whether a backward is the last one before a step; ``backward_count`` counts since the last step."""
         self._backward_count = backward_count
-        self.is_last_backward = self._prediction.on_backward(backward_count, needs_grad_sync)
+        is_last = self._prediction.on_backward(backward_count, needs_grad_sync)
+        self.is_last_backward = is_last and not self._has_inner_sums
+        self.hops = Hops.BOTH if is_last or not self._has_inner_sums else Hops.INNER
 
     def is_reducing(self, unit: Unit) -> bool:
         """Return whether the running backward has started to reduce a unit, which gets more gradients now."""
@@ -169,6 +181,18 @@ class LocalSums:
                 self._prediction.on_pending_grads()
                 self.start_remaining()
 
+    def reduce_inner_sums(self) -> None:
+        """Start to reduce the inner sums that no backward has reduced over the outer axis."""
+        for unit in self._queue.order:
+            flat_grads = [flat_grad for flat_grad in self._unit_grads[unit] if flat_grad.inner_sum is not None]
+            if flat_grads:
+                what = unit.reduce_label + Hops.OUTER.value  # a rank with local sums takes both hops
+                self._order.check(what)
+                self._reducer.begin_unit()
+                with label("reduce gradients {!r} over the outer axis", unit.name):
+                    for flat_grad in flat_grads:
+                        self._reducer.start(flat_grad, what, Hops.OUTER)
+
     def on_step(self, backwards: int, optimizer: int) -> None:
         """Learn from a step after ``backwards`` backwards; the first of them fixes the order of reductions.
 
@@ -176,7 +200,7 @@ class LocalSums:
         """
         self._backward_count = 0
         self._prediction.on_step(optimizer, has_backwards=backwards > 0)
-        if backwards and self._context.comm.data_axes and not self._queue.is_agreed:
+        if backwards and self._context.comm.data_axes and not self._queue.is_agreed and not self._has_inner_sums:
             self._queue.agree(list(self._queue.last_done), self._context)
 
     def cancel(self) -> None:

@@ -36,7 +36,9 @@ class OffloadedStates:
         self._synchronize()
         for storage in storages.values():
             storage.resize_(0)
-        kinds = {kind: engine.context.tracker.by_kind.get((kind, "device")) for kind in STATE_KINDS}
+        kinds = {
+            kind: engine.context.tracker.by_kind.get((kind, "device")) for kind in (*STATE_KINDS, "error feedback")
+        }
         self._tracked_bytes = {kind: usage.now for kind, usage in kinds.items() if usage is not None}
         for kind, nbytes in self._tracked_bytes.items():
             engine.context.tracker.add(kind, -nbytes)
@@ -69,7 +71,7 @@ class OffloadedStates:
 
 
 def _device_tensors(engine: Engine) -> list[torch.Tensor]:
-    """Return the tensors on the device that hold parameters, master weights, gradients and averages."""
+    """Return the tensors on the device that hold parameters, masters, gradients, their residuals, and averages."""
     flats = [flat for unit in engine.units for flat in unit.flats]
     tensors = [flat.full for flat in flats if not flat.is_partitioned]
     tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.spec.has_offloaded_params]
@@ -81,8 +83,10 @@ def _device_tensors(engine: Engine) -> list[torch.Tensor]:
             if not segment.is_offloaded
         ]
     for gradient in engine.gradients.flat_grads.values():
-        on_device = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
+        on_device = [gradient.local_sum, gradient.inner_sum, gradient.carried_over]
+        on_device += [] if gradient.is_offloaded else [gradient.shard]
         tensors += [tensor for tensor in on_device if tensor is not None]
+    tensors += engine.gradients.reducer.residuals()
     return tensors + [tensor for ema in engine.state_guard.averages for tensor in ema.device_tensors()]
 
 

@@ -53,6 +53,9 @@ class ParamClasses:
     def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
         self.parameter: Any = parameter
         self.original = original
+        info = param_info(parameter)
+        flat = info.flat() if info is not None else None
+        self.is_float8 = flat is not None and flat.spec.is_gathered_in_float8  # guarded also while its layer runs
         kinds: dict[str, tuple[type, type]] = {
             "guarded": (GuardedParameter, GuardedDTensor),
             "gathered": (GatheredParameter, GatheredDTensor),
@@ -63,6 +66,14 @@ class ParamClasses:
             kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
             for kind, (plain, dtensor) in kinds.items()
         }
+
+
+def _is_in_compiled_code() -> bool:
+    """Return whether code that torch.compile runs has called this: there parameters need their plain class."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__"):
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
@@ -100,6 +111,7 @@ class ParamAccess:
         self._versions: list[int] = []  # partitioned: the version counters when the all-gather started
         self._checksums: list[torch.Tensor] = []  # partitioned: of each flat when the all-gather was complete
         self._checksums_left = MAX_CHECKSUMS
+        self._has_float8 = any(flat.spec.is_gathered_in_float8 for flat in flats)  # see [Note: gathering float8]
         self._rewritten: set[str] = set()  # partitioned: frozen parameters that a pass sets to themselves
 
     def add_param(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
@@ -133,6 +145,8 @@ class ParamAccess:
         if len(self.unguarded) == len(every):
             return
         wanted = every if module is None else self._param_classes_by_module.get(module, every)
+        if self._has_float8 and self._guarded_kind == "guarded" and not _is_in_compiled_code():
+            wanted = [classes for classes in wanted if not classes.is_float8]
         guarded = [classes for classes in wanted if classes.parameter.__class__ is not classes.original]
         for classes in guarded:
             classes.parameter.__class__ = classes.original

@@ -89,8 +89,16 @@ class ParamInfo:
 
     def acquire_for_op(self) -> bool:
         """Unshard the values for an operation; return whether that is possible now."""
-        unit, owner = self.unit(), self.owner()
-        return unit is not None and owner is not None and owner.acquire_for_op(unit)
+        unit, owner, flat = self.unit(), self.owner(), self.flat()
+        if unit is None or owner is None or flat is None or not owner.acquire_for_op(unit):
+            return False
+        if flat.spec.is_gathered_in_float8 and unit.gathered_block is None:
+            owner.release_after_op(unit, None)
+            raise RuntimeError(
+                f"the values of {self.name!r} are gathered in float8, for its layer alone, but other code uses them: "
+                'with precision="fp8", name the layer in keep_bf16 of zeroshard.shard()'
+            )
+        return True
 
     def release_after_op(self, result: object) -> None:
         """Release the values after an operation, whose result may be a view. Call it after each acquire_for_op()."""

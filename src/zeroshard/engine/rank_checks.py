@@ -1,9 +1,17 @@
-"""Check that all ranks got the same model, optimizer, options and tensor plan, before anything is built."""
+"""Check that all ranks got the same model, optimizer, options and tensor plan, before anything is built.
+
+[Note: NCCL's settings on all ranks]
+Some of NCCL's environment variables decide in which pieces a collective sends its data, and NCCL does not compare them.
+If they differ between ranks, a collective hangs, or it ends without an error and part of its result is wrong. That
+happens if only some processes inherit a variable: those of one node, say, or one that another library has set.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 
+import torch
 from torch import nn
 
 from zeroshard.comm import ConsistencyChecker, RanksDisagreeError
@@ -12,11 +20,27 @@ from zeroshard.memory import DiskError, TierAllocator
 from zeroshard.tensor_parallel import TensorParallelState
 from zeroshard.utils.stored_tensor import stored_files
 
+# see [Note: NCCL's settings on all ranks]; the number of channels is negotiated, and networks may differ between nodes
+NCCL_VARIABLES = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_BUFFSIZE",
+    "NCCL_LL_BUFFSIZE",
+    "NCCL_LL128_BUFFSIZE",
+    "NCCL_P2P_NET_CHUNKSIZE",
+    "NCCL_NTHREADS",
+    "NCCL_LL128_NTHREADS",
+)
+
 
 def verify_same_model(
-    model: nn.Module, optimizer_entries: dict[str, str], config: Config, consistency: ConsistencyChecker
+    model: nn.Module,
+    optimizer_entries: dict[str, str],
+    config: Config,
+    consistency: ConsistencyChecker,
+    device: torch.device,
 ) -> None:
-    """Raise on every rank if the ranks were given different models, optimizers or options.
+    """Raise on every rank if the ranks were given different models, optimizers, options or NCCL settings.
 
     ``optimizer_entries`` maps a parameter's name to its place in the optimizer.
     """
@@ -32,9 +56,16 @@ def verify_same_model(
     described += [["file " + file.path.name, file.fingerprint()] for file in sorted(files, key=lambda f: f.path.name)]
     compared = (
         "stage",
+        "partition",
+        "local_steps",
+        "outer_optimizer_text",
         "precision",
         "reduce_dtype",
+        "gather_dtype",
+        "reduce_wire",
+        "error_feedback",
         "keep_fp32",
+        "keep_bf16",
         "cast_on_gather",
         "bucket_size",
         "units",
@@ -44,18 +75,22 @@ def verify_same_model(
     )
     options = {name: str(getattr(config, name)) for name in compared}
     options["offload"] = config.offload.summary if config.offload is not None else "None"
+    if device.type == "cuda":
+        options |= {name: os.environ.get(name, "not set") for name in NCCL_VARIABLES}
     rank0_text = consistency.broadcast_text("model", json.dumps([described, options]))
     error_text = ""
     if rank0_text is not None:
         first, first_options = json.loads(rank0_text)
-        differing = [name for name in options if options[name] != first_options[name]]
+        differing = [name for name in options if options[name] != first_options.get(name)]
         error_text = _first_difference(described, first) or ", ".join(
-            f"{name} is {options[name]} here and {first_options[name]} on rank 0" for name in differing
+            f"{name} is {options[name]} here and {first_options.get(name)} on rank 0" for name in differing
         )
     errors = consistency.gather_text("model", error_text)
     if errors:
         details = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
-        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {details}")
+        advice = ". Set NCCL's variables to the same values on all ranks, else its results are wrong"
+        advice = advice if any(name in details for name in NCCL_VARIABLES) else ""
+        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {details}{advice}")
 
 
 def open_tiers(tiers: TierAllocator, consistency: ConsistencyChecker) -> None:

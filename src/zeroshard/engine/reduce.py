@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from zeroshard.comm import CollectiveWork, Communicator, MeshAxis
+from zeroshard.comm import COMPLETED_WORK, CollectiveWork, ErrorFeedback, MeshAxis, Quantizer
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradListeners, GradMemory, compute_norms
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.unit import Unit
-from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
+from zeroshard.memory import BucketRing, BucketSlot, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
 from zeroshard.utils.profiling import label
 
@@ -25,6 +26,14 @@ from zeroshard.utils.profiling import label
 # and which parameters were cleared since, each after how many of these reductions.
 GradHistory = tuple[int, tuple[tuple[str, int], ...]]
 NO_HISTORY: GradHistory = (0, ())
+
+
+class Hops(Enum):
+    """Over which axes partitioned gradients are reduced; the value is a suffix for the names of backward passes."""
+
+    BOTH = ""  # over all that there are
+    INNER = " inside the inner axis"  # and added to the inner sum: see [Note: inner sums]
+    OUTER = " over the outer axis"  # an inner sum, after the backwards
 
 
 class GradPacker:
@@ -82,14 +91,21 @@ class ReduceBuffers:
     in memory. Local sums of ``no_sync`` are reduced in place in the same way.
     """
 
-    def __init__(self, flat_grads: Iterable[FlatGrad], comm: Communicator, slots: int, tracker: MemoryTracker) -> None:
-        self._flat_grads, self._comm, self._slot_count, self._tracker = list(flat_grads), comm, slots, tracker
+    def __init__(self, flat_grads: Iterable[FlatGrad], context: ShardContext) -> None:
+        comm, self._slot_count = context.comm, context.config.ring
+        self._flat_grads, self._comm, self._tracker = list(flat_grads), comm, context.tracker
         # flats whose buckets inside one parameter may be reduced in place; the same on all ranks
         self._in_place = {grad for grad in self._flat_grads if grad.flat.spec.can_reduce_in_place}
         self._rings: dict[torch.dtype, BucketRing] = {}
         self._shard_buffers: dict[torch.dtype, deque[torch.Tensor]] = {}  # the next one first
         self._packers: dict[tuple[FlatParam, int, int], GradPacker] = {}  # by flat, bucket and slot
         self.is_reading_autograd_grads = False  # whether pending reductions may read autograd's gradients
+        # elements of the receive buffer of each bucket; 0: none
+        self.receive_numels = {
+            grad: grad.flat.spec.receive_numels(comm.needs_receive_buffer) for grad in self._flat_grads
+        }
+        # for each bucket, what converts gradients to 8 bits, if they are sent in these
+        self.quantizers = {grad: self._make_quantizers(grad) for grad in self._flat_grads}
 
     def wait_all(self) -> None:
         """Finish all pending reductions."""
@@ -116,7 +132,7 @@ class ReduceBuffers:
             for bucket, param_range in zip(buckets, flat_grad.flat.spec.single_param_buckets, strict=True)
         ]
 
-    def acquire_slots(self, flat_grad: FlatGrad, in_place_inputs: list[torch.Tensor | None]) -> list[BucketSlot]:
+    def acquire_slots(self, flat_grad: FlatGrad, in_place_inputs: Sequence[torch.Tensor | None]) -> list[BucketSlot]:
         """Return a slot for each bucket, with buffers for packing and for the result where these are needed.
 
         It allocates memory, so it is called on the compute stream: see [Note: streams without record_stream].
@@ -130,8 +146,8 @@ class ReduceBuffers:
             bucket = flat_grad.flat.layout.buckets[bucket_index]
             if in_place_input is None:
                 slot.input_buffers.alloc_storage(bucket.end - bucket.start)
-            if slot.receive_buffers is not None:
-                slot.receive_buffers.alloc_storage(bucket.end - bucket.start)
+            if slot.receive_buffers is not None and (numel := self.receive_numels[flat_grad][bucket_index]):
+                slot.receive_buffers.alloc_storage(numel)
             if needs_reduce_buffer:
                 slot.output_buffers.alloc_storage(flat_grad.flat.shard_ranges[bucket_index].numel)
             slots.append(slot)
@@ -163,24 +179,37 @@ class ReduceBuffers:
         buffers.rotate(-1)
         return buffers[-1]
 
-    def receive_buffer(self, dtype: torch.dtype, bucket: Range) -> torch.Tensor | None:
+    def receive_buffer(self, flat_grad: FlatGrad, bucket_index: int) -> torch.Tensor | None:
         """Return the ring's next receive buffer, to reduce a bucket of replicated gradients; None if not needed."""
-        ring = self._rings.get(dtype)
+        ring, numel = self._rings.get(flat_grad.dtype), self.receive_numels[flat_grad][bucket_index]
         if ring is None:
-            ring = self._rings[dtype] = self._make_ring(dtype)
+            ring = self._rings[flat_grad.dtype] = self._make_ring(flat_grad.dtype)
         buffers = ring.next_slot().receive_buffers
-        if buffers is None:
+        if buffers is None or not numel:
             return None
-        buffers.alloc_storage(bucket.numel)
-        return buffers.view(bucket.numel)
+        buffers.alloc_storage(numel)
+        return buffers.view(numel)
+
+    def residuals(self) -> list[torch.Tensor]:
+        """Return what earlier payloads could not express, by bucket."""
+        quantizers = [quantizer for of_grad in self.quantizers.values() for quantizer in of_grad]
+        return [quantizer.residual for quantizer in quantizers if isinstance(quantizer, ErrorFeedback)]
+
+    def _make_quantizers(self, flat_grad: FlatGrad) -> list[Quantizer | None]:
+        wire, layout, device = flat_grad.flat.spec.reduce_wire, flat_grad.flat.layout, self._comm.device
+        if wire is None or not flat_grad.flat.spec.has_error_feedback:
+            return [None if wire is None else Quantizer(wire, device)] * len(layout.buckets)
+        residual = torch.zeros(layout.numel, dtype=flat_grad.dtype, device=device)
+        self._tracker.add("error feedback", residual.nbytes)
+        return [ErrorFeedback(wire, residual[bucket.slice]) for bucket in layout.buckets]
 
     def _make_ring(self, dtype: torch.dtype) -> BucketRing:
-        packed, received = set(), set()
+        packed: set[int] = set()
+        received: set[int] = set()
         for gradient in self._grads_of_dtype(dtype):
             spec = gradient.flat.spec
+            received |= set(self.receive_numels[gradient]) - {0}
             for bucket, param_range in zip(spec.layout.buckets, spec.single_param_buckets, strict=True):
-                if self._comm.needs_receive_buffer:
-                    received.add(bucket.numel)
                 if param_range is None or gradient not in self._in_place:
                     packed.add(bucket.numel)
         lengths = buffer_lengths(packed), buffer_lengths(self._shard_numels(dtype)), buffer_lengths(received)
@@ -222,7 +251,7 @@ class _Reduction(NamedTuple):
     result: torch.Tensor
     shard: torch.Tensor  # where the result goes
     adds_to_shard: bool = False  # the shard holds the sum of earlier backwards
-    kept: torch.Tensor | None = None  # what is reduced in place; if offloaded, device memory for the earlier sum
+    kept: torch.Tensor | None = None  # what is reduced; if offloaded, a part of it: device memory for the earlier sum
 
     @property
     def is_last_bucket(self) -> bool:
@@ -312,9 +341,9 @@ class GradReducer:
     are freed before the next unit's are computed. It first waits for the pending reduction of its ring slot, which
     started some units ago (``Config.ring``). With more buckets than slots, it would have to wait for reductions that
     have just started. If finishing a reduction takes more than a wait and a multiplication (an all-reduce over
-    replicas, a second hop, a copy off the device), it would wait for that too. In these cases the side stream packs the
-    gradients and finishes the reductions, concurrently with compute, and autograd's gradients stay until the next
-    unit's are ready.
+    replicas, a second hop, a sum of 8-bit payloads, a copy off the device), it would wait for that too. In these cases
+    the side stream packs the gradients and finishes the reductions, concurrently with compute, and autograd's gradients
+    stay until the next unit's are ready.
     """
 
     def __init__(self, flat_grads: Iterable[FlatGrad], memory: GradMemory, context: ShardContext) -> None:
@@ -322,7 +351,7 @@ class GradReducer:
         self.listeners = GradListeners()
         self._comm, self._tracker, self._memory, self._slot_count = comm, context.tracker, memory, config.ring
         self._stream = SideStream(comm.device, comm.wait_timer)
-        self._buffers = ReduceBuffers(flat_grads, comm, config.ring, context.tracker)
+        self._buffers = ReduceBuffers(flat_grads, context)
         self._stream_inputs: list[torch.Tensor] = []  # kept until compute has waited for the side stream
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
         has_one_hop = not comm.replicate_axes and comm.shard_axis.factors is None
@@ -343,27 +372,41 @@ class GradReducer:
                 self._buffers.wait_all()
         self._wait_stream()
 
-    def start(self, flat_grad: FlatGrad, what: str) -> None:
+    def start(self, flat_grad: FlatGrad, what: str, hops: Hops) -> None:
         """Start to reduce a flat's gradient bucket by bucket; pack it if necessary."""
-        autograd_grads = flat_grad.pop_autograd_grads()
-        in_place_inputs = self._buffers.in_place_inputs(flat_grad, autograd_grads)
+        earlier_sums = [] if flat_grad.inner_sum is None else flat_grad.inner_parts()
+        autograd_grads: list[torch.Tensor | None] = []
+        in_place_inputs: Sequence[torch.Tensor | None] = earlier_sums
+        if hops is not Hops.OUTER:
+            autograd_grads = flat_grad.pop_autograd_grads()
+            in_place_inputs = self._buffers.in_place_inputs(flat_grad, autograd_grads)
         slots = self._buffers.acquire_slots(flat_grad, in_place_inputs)
         present = [tensor for tensor in autograd_grads if tensor is not None]
         self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in present]))
         on_compute_stream = (
             self._can_finish_on_compute_stream
             and flat_grad.flat.spec.fits_one_packed_bucket
+            and flat_grad.flat.spec.reduce_wire is None
             and not flat_grad.has_local_sum
         )
         if not on_compute_stream:
             self._stream_inputs += present
-        self._memory.allocate(flat_grad)
+        (self._memory.allocate_inner_sum if hops is Hops.INNER else self._memory.allocate)(flat_grad)
         flat_grad.flat.wait_for_update()  # a pending update may still read the previous step's gradient
+        targets = flat_grad.inner_parts() if hops is Hops.INNER else flat_grad.bucket_shards
         with nullcontext() if on_compute_stream else self._stream:
             for bucket_index, slot in enumerate(slots):
                 slot.wait()
-                self._launch(flat_grad, bucket_index, slot, in_place_inputs[bucket_index], autograd_grads, what)
-        flat_grad.has_shard = True
+                packed, target = in_place_inputs[bucket_index], targets[bucket_index]
+                if packed is None:
+                    packed = self._buffers.pack(flat_grad, bucket_index, slot, autograd_grads)
+                inner_sum = earlier_sums[bucket_index] if earlier_sums else None
+                self._launch(flat_grad, bucket_index, slot, packed, target, inner_sum, hops, what)
+        if hops is not Hops.INNER:
+            flat_grad.has_shard = True
+            if flat_grad.inner_sum is not None:
+                self._stream_inputs.append(flat_grad.inner_sum)  # the side stream may still read it
+                self._memory.drop_inner_sum(flat_grad)
         if flat_grad.local_sum is not None:
             self._stream_inputs.append(flat_grad.local_sum)  # the side stream may still read it
             self._memory.drop_local_sum(flat_grad)
@@ -375,26 +418,40 @@ class GradReducer:
         flat_grad: FlatGrad,
         bucket_index: int,
         slot: BucketSlot,
-        in_place_input: torch.Tensor | None,
-        autograd_grads: list[torch.Tensor | None],
+        packed: torch.Tensor,
+        target: torch.Tensor,
+        inner_sum: torch.Tensor | None,
+        hops: Hops,
         what: str,
     ) -> None:
-        packed = in_place_input
-        if packed is None:
-            packed = self._buffers.pack(flat_grad, bucket_index, slot, autograd_grads)
-        shard, adds = flat_grad.bucket_shards[bucket_index], flat_grad.has_shard
+        """Start to reduce a packed bucket to ``target``: its shard, or its part of the inner sum.
+
+        ``inner_sum``: that part, if it has values.
+        """
+        numel = self._buffers.receive_numels[flat_grad][bucket_index]
+        received = None if slot.receive_buffers is None or not numel else slot.receive_buffers.view(numel)
+        quantizer, first = self._buffers.quantizers[flat_grad][bucket_index], None
+        if hops is Hops.INNER:
+            work = self._comm.reduce_scatter(target, packed, what, received, quantizer, None, inner_sum, True)
+            slot.finish_reduce = work.wait
+            return
+        if hops is Hops.OUTER:
+            first, inner_sum = COMPLETED_WORK, None
+            quantizer = quantizer if quantizer is None else quantizer.next_hop
+            received = received if received is None or quantizer is not None else received[: packed.numel()]
         # If the shard holds no values yet, reduce directly into it.
-        result = slot.output_buffers.view(shard.numel()) if flat_grad.needs_reduce_buffer else shard
-        finish, kept = self._finish_on_device, in_place_input
+        result = slot.output_buffers.view(target.numel()) if flat_grad.needs_reduce_buffer else target
+        finish, kept = self._finish_on_device, packed
         if flat_grad.is_offloaded:
-            finish, kept = self._finish_offloaded, packed[: shard.numel()]
+            finish, kept = self._finish_offloaded, packed[: target.numel()]
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
-        received = None if slot.receive_buffers is None else slot.receive_buffers.view(packed.numel())
-        work, axes = self._comm.reduce_scatter(result, packed, what, received), self._comm.replicate_axes
+        work = self._comm.reduce_scatter(result, packed, what, received, quantizer, first, inner_sum)
+        axes = self._comm.replicate_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
-        reduction = _Reduction(work, axes, what, flat_grad, bucket_index, result, shard, adds, kept)
+        adds = flat_grad.has_shard
+        reduction = _Reduction(work, axes, what, flat_grad, bucket_index, result, target, adds, kept)
         slot.finish_reduce = partial(finish, reduction)
         if self._comm.data_parallel_size == 1:  # there are no other ranks to wait for
             slot.wait()
@@ -417,12 +474,14 @@ class GradReducer:
         start = flat_grad.flat.shard_ranges[reduction.bucket_index].start
         spans = flat_grad.norm_ranges(reduction.bucket_index, include_replicated=self._comm.tensor_axis.rank == 0)
         views = [result[span.start - start : span.end - start] for span in spans]
-        flat_grad.norms[reduction.bucket_index] = compute_norms(views, 2.0)
+        flat_grad.norms[2.0][reduction.bucket_index] = compute_norms(views, 2.0)
         if self.needs_overflow_check:
-            flat_grad.max_abs[reduction.bucket_index] = compute_norms([result], math.inf)
+            flat_grad.norms[math.inf][reduction.bucket_index] = compute_norms([result], math.inf)
         with label("offload gradients ({})", reduction.what):
             shard.copy_(result, non_blocking=True)
         flat_grad.copy_done = self._stream.record_blocking_event()
+        if reduction.kept is not None and self._comm.device.type == "cuda":
+            self._stream_inputs.append(reduction.kept)  # part of an inner sum, perhaps, which is dropped already
         if self.listeners:
             self._notify(reduction)
 
@@ -448,14 +507,16 @@ class GradReducer:
         flat_grad.set_shard(local_sum[: layout.shard_numel])
         for bucket_index, bucket in enumerate(layout.buckets if comm.data_parallel_size > 1 else ()):
             result = shard = flat_grad.bucket_shards[bucket_index]
-            if comm.shard_axis.size > 1:
+            received = None
+            if comm.shard_axis.size > 1:  # before the side stream: see [Note: streams without record_stream]
                 result = self._buffers.next_shard_buffer(flat_grad.dtype)[: shard.numel()]
+                received = self._buffers.receive_buffer(flat_grad, bucket_index)
             with self._stream:
                 if len(self._local_reductions) >= self._max_local_reductions:
                     self._finish_local_reduction()
                 if comm.shard_axis.size > 1:
-                    received = self._buffers.receive_buffer(flat_grad.dtype, bucket)
-                    work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received), 0
+                    quantizer = self._buffers.quantizers[flat_grad][bucket_index]
+                    work, done = comm.reduce_scatter(result, local_sum[bucket.slice], what, received, quantizer), 0
                 else:
                     work, done = comm.all_reduce_gradient(result, comm.replicate_axes[0], what), 1
                 work, axes = self._start_sum(work, result, what, comm.replicate_axes[done:])
@@ -510,6 +571,15 @@ class GradReducer:
             self._comm.all_reduce_gradient(reduction.result, axis, reduction.what).wait()
         if self._comm.data_parallel_size > 1 and reduction.result.dtype not in self._comm.averaged_dtypes:
             reduction.result.mul_(1 / self._comm.data_parallel_size)
+
+    def clear_feedback(self) -> None:
+        """Forget what was left of gradients sent in 8 bits, because other states are loaded."""
+        for residual in self.residuals():
+            residual.zero_()
+
+    def residuals(self) -> list[torch.Tensor]:
+        """Return what was left of gradients sent in 8 bits (``Config.error_feedback``)."""
+        return self._buffers.residuals()
 
     def wait(self) -> None:
         """Finish all pending reductions, so that compute may use the results."""

@@ -85,7 +85,7 @@ class ParamGrads:
                 self.state_guard.check_states_reloaded()
             self.state_guard.invalidate_speculation()
             gradients.prepare_write(gradient)
-            if gradient.has_shard:  # even if this rank has not used it: another may have
+            if gradient.has_shard or gradient.inner_sum is not None:  # even if unused on this rank: not on another
                 gradients.reduce_queue.record_clear(info.name)
             gradient.clear_param(info.index)
             if not any(gradient.is_param_used):
@@ -299,6 +299,12 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     for gradient in sharded:
         by_model.setdefault(gradient.handle.gradients, []).append(gradient.handle)
     for model, handles in by_model.items():
+        if any(flat.spec.has_error_feedback for flat in model.flat_grads):
+            raise ValueError(
+                "error_feedback=True with torch.amp.GradScaler: when its scale changes, what is left of the last "
+                "gradient still has the old scale, and is added to gradients of the new one. Leave out one of them: "
+                'precision="bf16" needs no scale'
+            )
         first = handles[0]
         shards = [shard for handle in handles for _, shard in handle.writable_shards() if shard.numel()]
         overflow = torch.zeros((), device=first.param_grads.comm.device)
@@ -310,7 +316,10 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
             overflow = torch.maximum(overflow, torch.logical_not((norms < math.inf).all()).float())
         what = "look for overflow"
         first.param_grads.order.check(what)
-        first.param_grads.comm.all_reduce_over_mesh(overflow, what, dist.ReduceOp.MAX)
+        comm = first.param_grads.comm
+        comm.all_reduce_over_mesh(overflow, what, dist.ReduceOp.MAX)
+        if comm.average_axis.size > 1:  # replicas that train alone skip together: they count the same steps
+            comm.all_reduce(overflow, comm.average_axis, what, dist.ReduceOp.MAX).wait()
         found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.device)))
         used_count = sum(sum(gradient.is_param_used) for gradient in model.flat_grads.values())
         factor = inverse_scale.to(first.param_grads.comm.device)

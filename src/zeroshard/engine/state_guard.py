@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -24,6 +25,31 @@ AVERAGED_ERROR = (
 )
 
 
+class ReplicaSteps(dict[int, int]):
+    """The steps of each optimizer, by number, since replicas that train alone were averaged: ``Config.local_steps``."""
+
+    @property
+    def are_replicas_equal(self) -> bool:
+        return not any(self.values())
+
+    def check_equal(self, call: str) -> None:
+        """Raise if replicas differ: ``call`` would take the values of one and drop those of the others."""
+        if not self.are_replicas_equal:
+            raise RuntimeError(
+                f"{call}: the replicas have trained {max(self.values())} steps alone since their last average "
+                "(local_steps), and each has its own values: call zeroshard.average_replicas(model) first"
+            )
+
+    def warn_if_different(self, call: str) -> None:
+        """Warn if replicas differ: ``call`` gives each rank the values of its own replica."""
+        if not self.are_replicas_equal:
+            warnings.warn(
+                f"{call} between two averages of the replicas (local_steps): it gives the values of this rank's "
+                "replica, and others have their own. Call zeroshard.average_replicas(model) first for those of all",
+                stacklevel=4,
+            )
+
+
 class StateGuard:
     """Guards the parameters, gradients and optimizer states of one model outside forward and backward.
 
@@ -44,7 +70,9 @@ class StateGuard:
         self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # every EMA of the model
         self.has_averages = False  # whether the parameters are an EMA's averages: inside EMA.swapped()
         self.frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
+        self._tracks_changed_values = any(flat.spec.tracks_changed_values for unit in units for flat in unit.flats)
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
+        self.replica_steps = ReplicaSteps()
 
     # -- whether they may be used -------------------------------------------------------------------------------
 
@@ -227,9 +255,9 @@ class StateGuard:
 
     def begin_update(self, units: Iterable[Unit]) -> None:
         """Wait for all-gathers of these units that an earlier step has started: they read what is about to change."""
-        for unit in units:  # inner shards become stale also if the update raises
-            if self._comm.shard_axis.factors is not None:
-                unit.mark_inner_shards_stale(include_frozen=False)
+        for unit in units:  # inner shards and scales become stale also if the update raises
+            if self._tracks_changed_values:
+                unit.mark_values_changed(include_frozen=False)
             if unit.state is UnitState.UNSHARDING and not unit.is_partitioned:
                 unit.wait_for_unshard()
 
@@ -249,9 +277,9 @@ class StateGuard:
         self._wait_updates()  # without sync_user_edits(): the written values win over the parameters'
         self.invalidate_speculation()
         self.copy_masters(flat for unit in self._units for flat in unit.flats)
-        for unit in self._units if self._comm.shard_axis.size > 1 else ():
-            unit.mark_inner_shards_stale()
-            if not unit.is_partitioned:
+        for unit in self._units:
+            unit.mark_values_changed()
+            if self._comm.shard_axis.size > 1 and not unit.is_partitioned:
                 self._order.check(unit.all_gather_label)
                 unit.start_unshard(include_frozen=True)
         self._wait_updates()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm import CollectiveWork
+from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.param_access import ParamAccess, ReplicatedEditDetector
@@ -135,30 +135,19 @@ class Unit:
         gathered = [flat for flat in self.flats if self.is_partitioned or flat.spec.is_trainable or include_frozen]
         for flat in gathered:
             flat.wait_for_update()
+            if flat.quantized is not None:
+                nbytes = flat.quantized.allocate(is_full_in_use=self.state is UnitState.UNSHARDED)
+                self._context.tracker.add("gathered", nbytes)
         with label("unshard {!r}", self.name), self._all_gather_stream:
-            pending = self._start_all_gathers(gathered)
+            pending = _start_all_gathers(gathered, self._context.comm, self.all_gather_label)
         self._all_gather = pending, self._all_gather_stream.record_event()
         self._enter(UnitState.UNSHARDING)
 
-    def _start_all_gathers(self, flats: list[FlatParam]) -> list[CollectiveWork]:
-        comm = self._context.comm
-        pending: list[CollectiveWork] = []
-        for flat in flats:
-            inputs = flat.all_gather_inputs()
-            if flat.inner is not None:
-                pending += flat.inner.start_gathers(flat, comm, self.all_gather_label)
-            elif comm.shard_axis.size > 1:
-                for full, shard in zip(flat.bucket_views, inputs, strict=True):
-                    pending.append(comm.all_gather(full, shard, self.all_gather_label))
-            elif inputs is not flat.shard_slots:  # one rank, with partitioned parameters
-                torch._foreach_copy_(flat.shard_slots, inputs)
-        return pending
-
-    def mark_inner_shards_stale(self, include_frozen: bool = True) -> None:
-        """Have the next unshard gather new values over the outer axis: see [Note: inner shards]."""
+    def mark_values_changed(self, include_frozen: bool = True) -> None:
+        """Have the next unshard take over new values where it uses more than this rank's shard."""
         for flat in self.flats:
-            if flat.inner is not None and (include_frozen or flat.spec.is_trainable):
-                flat.inner.is_stale = True
+            if include_frozen or flat.spec.is_trainable:
+                flat.mark_values_changed()
 
     def wait_for_unshard(self, module: str | None = None) -> None:
         """Wait for the all-gather and unguard the parameters.
@@ -184,6 +173,9 @@ class Unit:
                 work.wait()
             self._all_gather_stream.compute_wait_event(event)
         self._all_gather = [], None
+        for flat in self.flats:
+            if flat.quantized is not None:
+                self._context.tracker.add("gathered", -flat.quantized.free())
 
     def reshard(self) -> None:
         """Free the full parameters of a partitioned unit."""
@@ -306,6 +298,22 @@ class Unit:
         for parameter in self.parameters:
             parameter.grad = None
             del parameter._zeroshard  # type: ignore[attr-defined]
+
+
+def _start_all_gathers(flats: list[FlatParam], comm: Communicator, what: str) -> list[CollectiveWork]:
+    pending: list[CollectiveWork] = []
+    for flat in flats:
+        inputs = flat.all_gather_inputs()
+        if flat.quantized is not None:
+            pending += flat.quantized.start(flat.bucket_views, inputs, flat.inner, what)
+        elif flat.inner is not None:
+            pending += flat.inner.start_gathers(flat.bucket_views, inputs, comm, what)
+        elif comm.shard_axis.size > 1:
+            for full, shard in zip(flat.bucket_views, inputs, strict=True):
+                pending.append(comm.all_gather(full, shard, what))
+        elif inputs is not flat.shard_slots:  # one rank, with partitioned parameters
+            torch._foreach_copy_(flat.shard_slots, inputs)
+    return pending
 
 
 def unit_of(parameter: torch.Tensor) -> Unit | None:

@@ -97,7 +97,8 @@ def check_param_data(unit: Unit) -> None:
 def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Tensor:
     """Write the parameters' current full values back to shards and master weights.
 
-    With ``src_rank``, those of this rank of the mesh. Returns whether any value in this rank's shard changed.
+    With ``src_rank``, those of this rank of the mesh; the caller then marks the units that have changed on any rank.
+    Returns whether any value in this rank's shard changed.
     """
     changed: list[torch.Tensor] = []
     what = f"write unit {unit.name!r}"
@@ -115,7 +116,8 @@ def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Te
                 _broadcast_tp_replicated(flat, bucket, values, comm, what)
             changed.append(_write_bucket(flat, index, values, comm))
     unit.accept_edits()
-    unit.mark_inner_shards_stale()
+    if src_rank is None:
+        unit.mark_values_changed()
     return torch.stack(changed).any() if changed else torch.tensor(False, device="cpu")
 
 

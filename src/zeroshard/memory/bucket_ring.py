@@ -74,7 +74,8 @@ class BucketSlot:
     index: int
     input_buffers: SizedBuffers  # for a bucket
     output_buffers: SizedBuffers  # for this rank's shard of it
-    receive_buffers: SizedBuffers | None  # for this rank's shard of it as each rank has it, if the backend needs one
+    # for this rank's shard of it as each rank has it, if the backend needs one, or for 8-bit payloads
+    receive_buffers: SizedBuffers | None
     finish_reduce: Callable[[], None] | None = None  # completes the pending reduction
 
     def wait(self) -> None:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 
 from zeroshard.comm import Traffic
+from zeroshard.sharding import EightBitParams, Float8Layers
 from zeroshard.utils.format import format_bytes
 
 MODEL_STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")
-STATE_KINDS = (*MODEL_STATE_KINDS, "averages")  # with those of an EMA
+STATE_KINDS = (*MODEL_STATE_KINDS, "averages", "outer optimizer")  # with those of an EMA, and of Config.local_steps
 
 
 @dataclass
@@ -85,6 +86,14 @@ class OwnedParam(NamedTuple):
     state_bytes: int | None  # of its optimizer states; None: they cannot be known before the first step
 
 
+class OwnedMatrix(NamedTuple):
+    """A matrix that Muon updates on flat slices, and that one rank orthogonalizes."""
+
+    owner: int  # rank of the shard axis
+    elements: int
+    flops: int  # of the products that orthogonalize it
+
+
 @dataclass(frozen=True)
 class Routing:
     """How the optimizer updates each parameter: on flat slices of every rank's shard, or whole, by its owner.
@@ -102,6 +111,15 @@ class Routing:
     """Elements of the parameters that are updated on flat slices, by name."""
     whole: dict[str, OwnedParam]
     """The parameters that one rank updates, by name."""
+    matrices: dict[str, OwnedMatrix] = field(default_factory=dict)
+    """The parameters that are updated on flat slices, after one rank has orthogonalized their update, by name."""
+
+    def flops_by_owner(self) -> list[int]:
+        """Return the FLOPs of the products by which each rank of the shard axis orthogonalizes matrices."""
+        loads = [0] * self.owners
+        for matrix in self.matrices.values():
+            loads[matrix.owner] += matrix.flops
+        return loads
 
     def elements_by_owner(self) -> list[int]:
         """Return the elements that each rank of the shard axis updates as whole parameters."""
@@ -119,12 +137,17 @@ class Routing:
         return loads
 
     def __str__(self) -> str:
-        flat = f"flat slices: {_count_params(list(self.flat.values()))}"
-        if not self.whole:
-            return flat
-        whole = f"whole: {_count_params([param.elements for param in self.whole.values()])}"
-        who = "by every rank" if self.owners == 1 else f"each by one of {self.owners} ranks{self._describe_balance()}"
-        return f"{flat}; {whole}, {who}" if self.flat else f"{whole}, {who}"
+        parts, one = [], "by every rank" if self.owners == 1 else f"each by one of {self.owners} ranks"
+        if self.flat or not (self.whole or self.matrices):
+            parts.append(f"flat slices: {_count_params(list(self.flat.values()))}")
+        if self.matrices:
+            count = _count_params([matrix.elements for matrix in self.matrices.values()])
+            balance = f": the fullest has {fullest_over_mean(self.flops_by_owner()):.2f} × the mean's work"
+            parts.append(f"flat slices, orthogonalized {one}: {count}{balance if self.owners > 1 else ''}")
+        if self.whole:
+            count = _count_params([param.elements for param in self.whole.values()])
+            parts.append(f"whole: {count}, {one}{self._describe_balance() if self.owners > 1 else ''}")
+        return "; ".join(parts)
 
     def _describe_balance(self) -> str:
         state_bytes = self.state_bytes_by_owner()
@@ -169,8 +192,9 @@ class Report:
     "gradients": accumulated or reduced gradients, until zero_grad(); "master weights", "optimizer states"; "buckets":
     the ring of gradient buckets; "autograd": gradients of one unit as backward produces them; "step": fp32 gradients
     and whole parameters during a step; "staging": one unit while it is being sharded; "activations": what
-    checkpoint_activations() stores; "ahead of the step": shadow buffers of speculative updates; "away": see
-    offload_states()."""
+    checkpoint_activations() stores; "error feedback": see Config; "ahead of the step": shadow buffers of speculative
+    updates; "away": see offload_states(); "averages": of an EMA; "outer optimizer": its states, and the values that it
+    updates."""
     total: NowAndPeak = field(default_factory=NowAndPeak)
     """Total on the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
@@ -183,6 +207,10 @@ class Report:
     """What the planner chose, and why, if anything was left to it."""
     routing: Routing | None = None
     """How the optimizer updates each parameter; None without an optimizer."""
+    float8: Float8Layers | None = None
+    """Which layers compute in float8, and why others do not; None unless the precision is "fp8"."""
+    eight_bits: dict[str, EightBitParams] = field(default_factory=dict)
+    """Which parameters "gather_dtype" and "reduce_wire" send in 8 bits, and why others not, by option that is set."""
 
     @property
     def states(self) -> int:
@@ -216,6 +244,9 @@ class Report:
             lines.append(f"activation gathers are 1/{1 / share:.1f} of tensor parallelism's traffic (the paper: 1/12)")
         if self.routing is not None:
             lines.append(f"updates: {self.routing}")
+        if self.float8 is not None:
+            lines.append(f"float8: {self.float8}")
+        lines += [f"{option}: {params}" for option, params in self.eight_bits.items()]
         if self.chosen:
             lines.append(f"chosen: {self.chosen}")
         return "\n".join(lines)
