@@ -185,6 +185,7 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "random of nobody": (at("own", 0, "random", to={}), r"own\[0\].random"),
     "random of others": (at("own", 0, "random", "torch", to={"$tensor": "extra.tensor"}), r"own\[0\].random.torch"),
     "ranks": (at("ranks", to=0), "ranks is 0"),
+    "replicas": (at("sharding", to={"stage": 3, "precision": None, "replicas": {"count": 0, "steps": []}}), "replicas"),
     "parameters": (at("parameters", to=[]), "parameters is"),
     "ties": (at("ties", to={"0.weight": 3}), "ties is"),
     "a field less": (without("ties"), "it has no ties"),

@@ -16,6 +16,7 @@ import torch
 
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.replicas import warn_of_replicas
 from zeroshard.utils.atomic_file import fsync_directory, read_json
 from zeroshard.utils.safetensors_files import TensorInfo, write_safetensors_directory
 
@@ -63,6 +64,7 @@ def export(
     target = Path(directory).absolute()
     config = None if like is None else _read_config(Path(like))
     with CheckpointReader(Path(checkpoint)) as reader, _atomic_directory(target) as partial_directory:
+        warn_of_replicas(reader.index, f"export of {str(reader.path)!r}")
         entries = _tensors_to_export(reader, dtype)
         names = [f"model/{entry.name}" for entry in entries]
         files = {shard.file_number for name in names for shard in reader.index.tensors[name].shards}

@@ -8,7 +8,8 @@ removed by the next save to the same path, or, with ``keep``, to the same parent
 
 [Note: a checkpoint's files]
 Rank 3 writes ``model-00003-TOKEN.safetensors`` (parameters and buffers), ``optimizer-00003-…``, with an EMA
-``ema-00003-…``, and ``other-00003-…`` (RNG states, the user's tensors). A full tensor written by one rank has its own
+``ema-00003-…``, with local steps ``outer-00003-…`` and ``replica-00003-…``, and ``other-00003-…`` (RNG states, the
+user's tensors). A full tensor written by one rank has its own
 shape and name. A shard is named ``NAME[start:end]``, in elements of the flattened tensor. Any tool that reads
 safetensors can open the files. Tensors in a file are sorted by element size, so that no element crosses a block
 boundary.
@@ -34,8 +35,8 @@ from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo
 
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"
-# 2 adds TP ranges: see [Note: element order of tensor-parallel tensors]. 3 adds tensors of an EMA
-FORMAT_VERSIONS = (1, 2, 3)
+# 2 adds TP ranges: see [Note: element order of tensor-parallel tensors]. 3 adds tensors of an EMA, 4 replicas
+FORMAT_VERSIONS = (1, 2, 3, 4)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _INDEX_PREFIX = f'{{"format": "{FORMAT}", '.encode()  # every index starts with it
 _CHECKSUM_SUFFIX = ', "crc32": "%08x"}'  # the last field: the checksum of the text before it
@@ -90,12 +91,13 @@ class CheckpointIndex:
 
     files: list[FileRecord] = field(default_factory=list)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Named ``model/NAME``, ``optimizer/NAME/STATE``, ``ema/NAME`` and ``other/…``."""
+    """Named ``model/NAME``, ``optimizer/NAME/STATE``, ``ema/NAME`` and ``other/…``; see also [Note: replicas in a
+    checkpoint]."""
     ranks: int = 0
     written: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     sharding: dict[str, Any] | None = None
-    """Stage, precision and, if above 1, tensor-parallel degree; None for an unsharded model."""
+    """Stage, precision and, if above 1, tensor-parallel degree, and "replicas"; None for an unsharded model."""
     parameters: dict[str, bool] = field(default_factory=dict)
     """Parameter name → whether the parameter is trained."""
     ties: dict[str, str] = field(default_factory=dict)
@@ -119,7 +121,8 @@ class CheckpointIndex:
         has_tp_shards = any(tensor.element_order.tp_dim is not None for tensor in self.tensors.values())
         has_averages = any(name.startswith("ema/") for name in self.tensors)
         # the oldest version that can express it
-        data: dict[str, Any] = {"format": FORMAT, "version": 3 if has_averages else FORMAT_VERSIONS[has_tp_shards]}
+        version = 4 if "replicas" in (self.sharding or {}) else 3 if has_averages else FORMAT_VERSIONS[has_tp_shards]
+        data: dict[str, Any] = {"format": FORMAT, "version": version}
         data |= {field_.name: getattr(self, field_.name) for field_ in fields(self)}
         data["files"] = [asdict(record) for record in self.files]
         data["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}

@@ -16,6 +16,7 @@ from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import load_into
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
 from zeroshard.checkpoint.reader import LoadSource, find_source
+from zeroshard.checkpoint.replicas import open_replica, restore_steps
 from zeroshard.checkpoint.rng_state import set_rng_states
 from zeroshard.checkpoint.train_state import engine_of_model
 from zeroshard.engine import EMA, unwrap_compiled
@@ -96,11 +97,12 @@ def load(
         engine.state_guard.wait_readers()
     error_prefix = f"{'the state dict' if isinstance(path, Mapping) else path} cannot be loaded: "
     source = _open_source(path, rename, checkpoint_group, error_prefix)
+    source, is_resumed = open_replica(source, model, optimizers, weights)
 
     def plan() -> LoadMapping:
         if engine is not None and engine.is_running:
             raise CheckpointError("a forward or backward is in progress: load between steps")
-        return map_states(source, model, optimizers, ema, weights, strict)
+        return map_states(source, model, optimizers, ema, weights, strict, is_resumed)
 
     mapping = checkpoint_group.run_on_all(error_prefix, plan)
     extra_data = checkpoint_group.run_on_all(
@@ -114,9 +116,11 @@ def load(
     checkpoint_group.without_timeout().run_on_all(error_prefix, lambda: source.load(targets))
     if weights:
         mapping.train_state.sync_loaded_parameters()
+        restore_steps(model, source.index, is_resumed)
     if engine is not None:
         for kind in loaded_kinds:
             del engine.state_guard.invalid_states[kind]
+        engine.gradients.reducer.clear_feedback()
     if (bool(optimizers) if random is None else random) and extra_data.rng_states is not None:
         set_rng_states(extra_data.rng_states)
     checkpoint_group.run_on_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import TensorEntry
 from zeroshard.checkpoint.json_codec import truncated_repr
 from zeroshard.checkpoint.reader import LoadSource, LoadTarget
+from zeroshard.checkpoint.replicas import local_steps_of, replicas_in
 from zeroshard.checkpoint.train_state import (
     IMPLEMENTATION_OPTIONS,
     NamedParamGroup,
@@ -24,7 +26,7 @@ from zeroshard.checkpoint.train_state import (
     tied_names,
 )
 from zeroshard.engine import EMA
-from zeroshard.optim import ShardedOptimizer, is_elementwise, state_after_first_step
+from zeroshard.optim import ANCHOR, ShardedOptimizer, is_elementwise, state_after_first_step
 
 _REMEDY = "Load an earlier checkpoint, or use load(path, model) to load only the weights"
 _NUMBER = "a number"
@@ -40,6 +42,9 @@ class LoadMapping:
     param_groups: list[NamedParamGroup] | None = None
     optimizer_states: dict[str, dict[str, Any]] | None = None  # by parameter name; None: not loaded
     loss_scale: list[float] | None = None
+    outer_states: dict[str, dict[str, Any]] | None = None  # of the outer optimizer, as ``optimizer_states``
+    with_anchors: bool = False  # the local steps of the checkpoint continue
+    keeps_anchors: bool = False  # those of this run do
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -54,7 +59,26 @@ class LoadMapping:
             if self.loss_scale is not None and isinstance(optimizer, ShardedOptimizer):
                 optimizer.load_loss_scale(self.loss_scale)
         states = self.train_state.optimizer_states()
-        return [*self.weights, *(LoadTarget(f"optimizer/{name}", local) for name, local in states.items())]
+        targets = [*self.weights, *(LoadTarget(f"optimizer/{name}", local) for name, local in states.items())]
+        return targets + self._allocate_outer_targets()
+
+    def _allocate_outer_targets(self) -> list[LoadTarget]:
+        """Allocate the states of the outer optimizer, and return their targets."""
+        saved = self.outer_states or {}
+        for local_steps in map(local_steps_of, self.optimizers):
+            if local_steps is not None and local_steps.outer is not None:
+                if not self.keeps_anchors:
+                    local_steps.outer.clear()
+                local_steps.take_anchors(is_start=False)
+                for flat in local_steps.outer.flats() if saved else ():
+                    found = [saved.get(name, {}) for name in flat.names]
+                    merged = {key: value for state in found for key, value in state.items()}
+                    dtypes = {key: value for key, value in merged.items() if isinstance(value, torch.dtype)}
+                    scalars = {key: value for key, value in merged.items() if key not in dtypes}
+                    local_steps.outer.allocate_states(flat, dtypes, scalars)
+        tensors = self.train_state.outer_states(with_anchors=self.with_anchors)
+        named = [(*name.rpartition("/"), local) for name, local in tensors.items()]
+        return [LoadTarget(f"outer/{n}/{key}", local) for n, _, key, local in named if key in saved.get(n, {})]
 
 
 def map_states(
@@ -64,8 +88,12 @@ def map_states(
     ema: EMA | None,
     weights: bool,
     strict: bool,
+    is_resumed: bool = False,
 ) -> LoadMapping:
-    """Map the source to the model and optimizers; raise an error that lists every mismatch."""
+    """Map the source to the model and optimizers; raise an error that lists every mismatch.
+
+    ``is_resumed``: see :func:`open_replica`.
+    """
     mapping = LoadMapping(get_train_state(model, optimizers), optimizers)
     if weights:
         _map_weights(mapping, source, model)
@@ -73,6 +101,8 @@ def map_states(
         _map_averages(mapping, source, model, ema, strict)
     if optimizers:
         _map_optimizer_states(mapping, source, strict)
+        _map_outer_states(mapping, source, is_resumed and weights)
+        mapping.keeps_anchors = not weights
     if strict and (mapping.missing or mapping.unexpected):
         problems = [f"not in the file: {', '.join(mapping.missing)}"] if mapping.missing else []
         problems += [f"only in the file: {', '.join(mapping.unexpected)}"] if mapping.unexpected else []
@@ -190,6 +220,36 @@ def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool
     mapping.unexpected += [f"{name} (optimizer)" for name in saved_names if name not in set(current_names)]
     mapping.optimizer_states = _map_param_states(mapping, source, current_groups)
     mapping.loss_scale = saved["loss_scale"]
+
+
+def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool) -> None:
+    has_outer = any(steps is not None and steps.outer is not None for steps in map(local_steps_of, mapping.optimizers))
+    tensors, saved = source.index.tensors_of_kind("outer"), replicas_in(source.index)
+    if tensors and not has_outer:
+        warnings.warn(f"{source.path} has states of an outer optimizer, which this run does not have", stacklevel=2)
+        return
+    if not has_outer:
+        return
+    states: dict[str, dict[str, Any]] = {}
+    shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
+    problems = []
+    for fqn, entry in tensors.items():
+        name, _, key = fqn.rpartition("/")
+        states.setdefault(name, {})[key] = entry.dtype
+        problems += _mismatches(f"outer/{fqn}", entry, shapes.get(name, entry.shape), torch.float32)
+    _raise_mismatches(source, problems)
+    has_local_steps = is_resumed and saved is not None and any(saved["steps"])
+    if has_local_steps and not any(ANCHOR in state for state in states.values()):
+        raise CheckpointError(
+            f"{source.path} was saved between two averages of a run without an outer optimizer, and this run has one, "
+            "which needs the values of the last average: call zeroshard.average_replicas(model) before "
+            "zeroshard.save(), or continue without outer_optimizer until then"
+        )
+    counters = (source.index.optimizer or {"counters": {}})["counters"]
+    scalars = {name.removeprefix("outer/"): v for name, v in counters.items() if name.startswith("outer/")}
+    for name, values in source.decode(scalars).items():
+        states.setdefault(name, {}).update(values)
+    mapping.outer_states, mapping.with_anchors = states, has_local_steps
 
 
 def _classes_by_name(source: LoadSource) -> dict[str, str]:

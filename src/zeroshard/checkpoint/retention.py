@@ -21,6 +21,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import INDEX_FILE, CheckpointIndex, is_checkpoint
+from zeroshard.checkpoint.schema import TENSOR_KINDS
 from zeroshard.utils.atomic_file import is_file_name, write_atomic
 
 LATEST_FILE = "latest"
@@ -30,7 +31,7 @@ LOCK_TIMEOUT_SECONDS = 5.0  # another process holds the lock briefly while it de
 RUN_SUBDIRECTORY = "checkpoints"  # in the output directory of `zeroshard train`
 # data files, and an index that is being written
 _SAVE_FILE_PATTERN = re.compile(
-    rf"(model|optimizer|other)-\d{{5,}}-[0-9a-f]{{8}}\.safetensors|\.{re.escape(INDEX_FILE)}\.partial"
+    rf"({'|'.join(TENSOR_KINDS)})-\d{{5,}}-[0-9a-f]{{8}}\.safetensors|\.{re.escape(INDEX_FILE)}\.partial"
 )
 
 

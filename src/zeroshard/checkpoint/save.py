@@ -19,6 +19,7 @@ from zeroshard.checkpoint.block_files import CheckpointWorkers
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import encode, state_dict_of
+from zeroshard.checkpoint.replicas import name_by_replica, replicas_field
 from zeroshard.checkpoint.rng_state import get_rng_states
 from zeroshard.checkpoint.train_state import (
     engine_of_model,
@@ -27,6 +28,7 @@ from zeroshard.checkpoint.train_state import (
     tied_names,
 )
 from zeroshard.checkpoint.writer import RankPayload, write_checkpoint
+from zeroshard.comm import MeshAxis
 from zeroshard.engine import EMA, Engine, unwrap_compiled
 from zeroshard.optim import ShardedOptimizer, as_list
 
@@ -177,7 +179,7 @@ class _PayloadBuilder:
         self._model, self._optimizers, self._ema = model, optimizers, ema
         self._engine = engine_of_model(model)
         self._train_state = get_train_state(model, optimizers)
-        self._rank = checkpoint_group.rank
+        self._rank, self._group_size = checkpoint_group.rank, checkpoint_group.size
         self._replica_rank, self._replica_count = checkpoint_group.rank, checkpoint_group.size
         if self._engine is not None:  # the data-parallel ranks that hold the same shards
             self._replica_rank, self._replica_count = 0, 1
@@ -189,15 +191,25 @@ class _PayloadBuilder:
     def build(self, extra: Mapping[str, Any] | None, rank_extra: Any, weights: bool, frozen: bool) -> RankPayload:
         """Return the payload; the options are those of :func:`save`."""
         tensors = self._model_and_optimizer_tensors(weights, frozen)
+        axis = self._engine.comm.average_axis if self._engine is not None else MeshAxis(None, 1, 0)
+        replicas, replica = axis.size, axis.rank
         if self._engine is not None:
             _assign_tp_writers(tensors, self._engine)
         self._assign_replica_writers(tensors)
-        if weights and self._rank == 0:  # the first rank's buffers are saved, as in training
+        if weights and self._rank == replica * (self._group_size // replicas):
+            # the first rank's buffers are saved, as in training
             for name, buffer in persistent_buffers(self._model):
                 tensors[f"model/{name}"] = LocalTensor.from_full_tensor(name, buffer)
         # a rank with elements of a parameter has its scalar states. Their path contains the rank, because several ranks
         # have the same scalars and each writes its own tensors
         local_scalars = self._train_state.optimizer_scalars() if self._replica_rank == 0 else {}
+        if self._engine is not None and replicas > 1:
+            trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+            tensors = name_by_replica(tensors, self._engine, trained)
+            prefix = f"replica/{replica}/" if replica else ""
+            local_scalars = {f"{prefix}{name}": value for name, value in local_scalars.items()}
+        if self._replica_rank == replica == 0:
+            local_scalars |= {f"outer/{name}": value for name, value in self._train_state.outer_scalars().items()}
         scalars = {name: self._encode(v, f"rank-{self._rank}.counters.{name}") for name, v in local_scalars.items()}
         rank_data = {"random": get_rng_states(), "extra": state_dict_of(rank_extra)}
         encoded_rank_data = self._encode(rank_data, f"rank-{self._rank}")
@@ -214,6 +226,7 @@ class _PayloadBuilder:
             tensors |= {f"model/{name}": local for name, local in parameters.items() if frozen or name in trained}
         if self._ema is not None:
             tensors |= {f"ema/{name}": local for name, local in self._train_state.averages(self._ema).items()}
+        tensors |= {f"outer/{name}": local for name, local in self._train_state.outer_states().items()}
         return tensors | {f"optimizer/{name}": local for name, local in self._train_state.optimizer_states().items()}
 
     def _assign_replica_writers(self, tensors: dict[str, LocalTensor]) -> None:
@@ -231,6 +244,7 @@ class _PayloadBuilder:
             tensor_degree = self._engine.comm.tensor_axis.size
             sharding = {"stage": self._engine.context.config.stage, "precision": self._engine.context.config.precision}
             sharding |= {"tensor": tensor_degree} if tensor_degree > 1 else {}
+            sharding |= replicas_field(self._engine)
         return {
             "sharding": sharding,
             "parameters": {name: parameter.requires_grad for name, parameter in self._model.named_parameters()},
@@ -287,7 +301,7 @@ def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
             written_elsewhere.add(flat.names[index])
     for fqn, local in tensors.items():
         kind, _, name = fqn.partition("/")
-        param_name = name.rpartition("/")[0] if kind == "optimizer" else name
+        param_name = name.rpartition("/")[0] if kind in ("optimizer", "outer") else name
         is_state_elsewhere = local.is_on_all_tp_ranks and state_writers[param_name] != axis.rank
         if param_name in written_elsewhere or is_state_elsewhere:
             tensors[fqn] = replace(local, shards=[])

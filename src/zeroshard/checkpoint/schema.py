@@ -22,7 +22,7 @@ from zeroshard.checkpoint.rng_state import RNG_STATE_SPECS
 from zeroshard.utils.atomic_file import is_file_name
 from zeroshard.utils.safetensors_files import DTYPE_NAMES
 
-TENSOR_KINDS = ("model", "optimizer", "ema", "other")
+TENSOR_KINDS = ("model", "optimizer", "ema", "outer", "replica", "other")
 MAX_ELEMENTS = 2**62
 MAX_DIMS = 64
 DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -167,6 +167,12 @@ def _check_sharding(sharding: Any) -> None:
         and _is_count(sharding.get("tensor", 1))
     )
     _check(is_valid, "sharding", "null, or stage, precision and tensor degree", sharding)
+    replicas = sharding.get("replicas") if sharding is not None else None
+    if replicas is not None:
+        _check_keys(replicas, "sharding.replicas", "count", "steps")
+        count, steps = replicas["count"], replicas["steps"]
+        is_valid = _is_count(count) and count > 0 and isinstance(steps, list) and all(map(_is_count, steps))
+        _check(is_valid, "sharding.replicas", "a number of replicas, and a list of numbers of steps", replicas)
 
 
 def _check_config(config: Any) -> None:

@@ -60,6 +60,14 @@ class TrainState(ABC):
     def sync_loaded_parameters(self) -> None:  # noqa: B027 - an unsharded model needs nothing
         """Apply the values that a load wrote into the tensors of :meth:`parameters`."""
 
+    def outer_states(self, with_anchors: bool | None = None) -> dict[str, LocalTensor]:
+        """Return anchors and elementwise states of ``Config.outer_optimizer`` by ``NAME/STATE``."""
+        return {}
+
+    def outer_scalars(self) -> dict[str, dict[str, Any]]:
+        """Return the outer optimizer's scalar states of the parameters that this rank has elements of."""
+        return {}
+
     def averages(self, ema: EMA) -> dict[str, LocalTensor]:
         """Return the averages of an EMA by the names of their parameters; raise if it is of another model."""
         raise CheckpointError("an EMA belongs to a sharded model, and this one is not: pass what shard() returned")
@@ -129,6 +137,27 @@ class ShardedTrainState(TrainState):
                 name = flat.names[index]
                 tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
         return tensors
+
+    def outer_states(self, with_anchors: bool | None = None) -> dict[str, LocalTensor]:
+        """Return anchors and states; by default anchors only between two averages: after one, a step takes new ones."""
+        tensors: dict[str, LocalTensor] = {}
+        for local_steps in (optimizer.local_steps for optimizer in self._optimizers):
+            if local_steps is None or local_steps.outer is None:
+                continue
+            for flat in local_steps.outer.flats():
+                has_anchors = local_steps.count > 0 if with_anchors is None else with_anchors
+                for key, values in local_steps.outer.states(flat, has_anchors).items():
+                    for name in flat.names:
+                        tensors[f"{name}/{key}"] = self._local_tensor(name, values.dtype, is_stable=True)
+                    for index, element_range, part in flat.owned_slices(values):
+                        name = flat.names[index]
+                        tensors[f"{name}/{key}"].shards.append((element_range.shift(self._tp_starts[name]), part))
+        return tensors
+
+    def outer_scalars(self) -> dict[str, dict[str, Any]]:
+        outers = [each.local_steps.outer for each in self._optimizers if each.local_steps is not None]
+        owned = ((outer, flat) for outer in outers if outer is not None for flat in outer.flats())
+        return {flat.names[index]: outer.scalars(flat) for outer, flat in owned for index, _, _ in flat.owned_slices()}
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
         self._engine.state_guard.wait_updates()
