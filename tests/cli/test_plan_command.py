@@ -226,7 +226,8 @@ def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[st
     assert run("tiny", "--devices", "2", "--stage", "2", "--json", "-", *QUICK) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["plans"][0]["choice"] == {
-        "stage": 2, "replicas": 1, "partition": "hybrid", "tensor": 1, "checkpoint": "none", "offload": None,
+        "stage": 2, "replicas": 1, "partition": "hybrid", "gather_dtype": None, "reduce_wire": None,
+        "local_steps": 1, "tensor": 1, "checkpoint": "none", "offload": None,
         "micro_batch": 1, "accumulate": 4,
     }  # fmt: skip
     assert "1,071,872 parameters" in err
@@ -247,14 +248,28 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
     assert told and all("disk" in fractions["optimizer"] for fractions in told)
 
 
+def test_8_bits_are_shown_where_they_are_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["plan", "tiny", "--devices", "16", *QUICK[2:], "--batch", "16", "--stage", "3", "--replicas", "2"]
+    assert main(quick) == 0
+    assert "8 bits" not in capsys.readouterr().out
+    assert main([*quick, "--partition", "full", "--allow-lossy"]) == 0
+    out = capsys.readouterr().out
+    assert "int8 gather, int8 reduce" in out and "change the numbers" in out
+    assert main([*quick, "--gather-dtype", "int8"]) == 0
+    out = capsys.readouterr().out
+    assert "--gather-dtype int8" in out and 'gather_dtype="int8"' in out and "reduce_wire" not in out
+    assert main([*quick, "--reduce-wire", "int9"]) == 2
+    assert "reduce_wire must be one of none, int8, fp8, got 'int9'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_muon_is_planned_and_its_owners_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "7.6b", "--devices", "64", "--optimizer", "muon", "--stage", "3", "--micro-batch", "4"]
     assert main([*argv, "--tensor", "1", "--checkpoint", "none"]) == 0
     output = capsys.readouterr().out
     assert (
-        "whole parameters, 64 owners: the fullest has 134M elements (1.19 × the mean of 113M), 536.87 MB of states "
-        "(1.19 ×), 12.4 TFLOP a step (1.14 ×); no assignment of whole parameters is below 1.19 ×"
+        "whole parameters, 64 owners: the fullest has 134M elements (1.19 × the mean of 113M), 452.98 MB of states "
+        "(1.00 ×), 12.4 TFLOP a step (1.14 ×); no assignment of whole parameters' work is below 1.14 ×"
     ) in output
     assert re.search(r"-m zeroshard train .* --optimizer muon\n", output)
     assert main([*argv, "--offload", "host"]) == 2
@@ -529,6 +544,7 @@ CHOICES = [
     Strategy(stage=2, checkpoint="recompute", micro_batch=4, accumulate=2),
     Strategy(stage=1, tensor=2, checkpoint="host", offload=zeroshard.Offload(optimizer=("host", 0.5))),
     Strategy(offload=zeroshard.Offload(optimizer="host", parameters="host"), micro_batch=16),
+    Strategy(stage=3, gather_dtype="int8", reduce_wire="fp8", micro_batch=2),
     Strategy(offload=zeroshard.Offload(optimizer="disk", parameters="host", directory="/path/on/a/fast/disk")),
 ]
 
@@ -542,6 +558,7 @@ def test_the_flags_that_are_printed_make_the_choice(choice: Strategy) -> None:
     assert (options.model.model, options.model.sequence, options.sharding.ranks) == ("gpt2", 256, 8)
     assert (options.sharding.stage, options.sharding.tensor) == (choice.stage, choice.tensor)
     assert options.sharding.precision == "bf16"
+    assert (options.sharding.gather_dtype, options.sharding.reduce_wire) == (choice.gather_dtype, choice.reduce_wire)
     assert options.model.has_activation_checkpointing == (choice.checkpoint != "none")
     assert options.model.offload_activations == (choice.checkpoint == "host")
     assert zeroshard.Offload.from_option(options.sharding.offload_config) == choice.offload
@@ -563,6 +580,7 @@ def test_the_calls_that_are_printed_make_the_choice(choice: Strategy, monkeypatc
     exec(text, names | {"model": "model", "optimizer": "optimizer"})
     assert (seen["stage"], seen["precision"], seen.get("offload")) == (choice.stage, "bf16", choice.offload)
     assert seen.get("mesh") == (("cuda", (8 // choice.tensor, choice.tensor)) if choice.tensor > 1 else None)
+    assert (seen.get("gather_dtype"), seen.get("reduce_wire")) == (choice.gather_dtype, choice.reduce_wire)
     kept = {"none": None, "recompute": {}, "host": {"offload": True}}
     assert seen.get("recompute") == kept[choice.checkpoint]
 

@@ -304,6 +304,24 @@ def test_traffic_and_memory_of_a_step_are_those_of_the_formulas(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "replicas", "options"),
+    [
+        (2, 1, {"stage": 2, "reduce_wire": "int8", "error_feedback": True}),
+        (2, 1, {"stage": 3, "gather_dtype": "int8", "reduce_wire": "fp8"}),
+        (4, 2, {"stage": 3, "gather_dtype": "int8", "reduce_wire": "int8", "partition": "hierarchical"}),
+        (4, 2, {"stage": 3, "reduce_wire": "int8", "partition": "hierarchical-gradients"}),
+    ],
+    ids=str,
+)
+def test_the_formulas_know_collectives_in_8_bits(
+    world: int, replicas: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = checks_of(world, tmp_path, "", 2, replicas, precision="bf16", **options)
+    assert {check.status for name, check in found.items() if name != "replicas"} == {"passed"}, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tmp_path: Path) -> None:
     found = checks_of(3, tmp_path, "muon", stage=stage, precision="bf16")

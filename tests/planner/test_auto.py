@@ -496,10 +496,18 @@ def test_a_mesh_is_planned_with_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [({}, ["hybrid", "hierarchical", "full"]), ({"partition": "full"}, ["full"])]
+    ("given", "wanted"),
+    [
+        ({}, ["hybrid", "hierarchical", "full"]),
+        ({"partition": "full"}, ["full"]),
+        (
+            {"planning": {"accumulate": 2}},
+            ["hybrid", "hierarchical", "full", "hierarchical-gradients", "inner-gradients"],
+        ),
+    ],
 )
 def test_a_mesh_of_two_data_axes_is_planned_with_every_partition_that_is_open(
-    given: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(auto, "plan", lambda *args, **kwargs: tried.append(plan(*args, **kwargs)) or tried[-1])

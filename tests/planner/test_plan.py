@@ -60,7 +60,15 @@ def replayed(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "partition"),
-    [(2, 1, None), (3, 2, None), (4, 2, "hybrid"), (4, 2, "hierarchical"), (4, 1, "full")],
+    [
+        (2, 1, None),
+        (3, 2, None),
+        (4, 2, "hybrid"),
+        (4, 2, "hierarchical"),
+        (4, 1, "full"),
+        (4, 3, "hierarchical-gradients"),
+        (4, 2, "inner-gradients"),
+    ],
 )
 def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: int, partition: str | None) -> None:
     config = GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=16)
@@ -94,7 +102,7 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
 
 
 def test_a_slow_link_between_nodes_is_crossed_once_a_step() -> None:
-    """Of 3Ψ between nodes for each backward, a hierarchical partition leaves one gather and the reductions."""
+    """Of 3Ψ between nodes for each backward, a hierarchical partition leaves one gather and one reduction."""
 
     def best(outside: float, **options: Any) -> Strategy:
         machine = replace(NODE, outside=Link(bandwidth=outside, latency=0), inside=Link(bandwidth=200e9, latency=0))
@@ -105,11 +113,15 @@ def test_a_slow_link_between_nodes_is_crossed_once_a_step() -> None:
 
     slow = best(1e8)
     assert (slow.replicas, slow.partition, slow.accumulate) == (4, "hierarchical", 4)
+    slower = best(1e6)  # computation does not hide the reductions of each backward
+    assert (slower.replicas, slower.partition, slower.accumulate) == (4, "hierarchical-gradients", 4)
+    assert best(1e6, stage=2).partition == "inner-gradients"
+    assert best(1e6, batch=32).partition == "hierarchical"  # with one backward a step it is the same
     assert (best(1e13).replicas, best(1e8, replicas=1).replicas) == (1, 1)
     assert best(1e8, replicas=2, partition="full").partition == "full"
     with pytest.raises(ValueError, match="16 data-parallel ranks cannot be divided into 3 replicas"):
         best(1e8, replicas=3)
-    with pytest.raises(ValueError, match="partition must be one of hybrid, hierarchical, full, got 'node'"):
+    with pytest.raises(ValueError, match=r"partition must be one of hybrid, hierarchical, full, .*, got 'node'"):
         best(1e8, partition="node")
 
 
@@ -125,6 +137,26 @@ def test_a_plan_has_no_partition_that_shard_rejects() -> None:
     assert {candidate.strategy.stage for candidate in found} == {0, 1, 2}
     with pytest.raises(ValueError, match="no strategy of this search supports partition='hierarchical'"):
         plan(gpt(), partition="hierarchical", replicas=8, stage=3, **options)
+    found = plan(gpt(), partition="hierarchical-gradients", replicas=8, **options).candidates
+    assert {candidate.strategy.stage for candidate in found} == {0, 1}
+    found = plan(gpt(), partition="inner-gradients", replicas=2, stage=3, **options).candidates
+    offloads = [candidate.strategy.offload for candidate in found]
+    assert any(offload is not None and offload.parameters for offload in offloads)
+
+
+def test_inner_sums_take_memory_between_the_backwards_of_a_step() -> None:
+    """With several backwards a device has 2Ψ/N_i bytes of inner sums at the loss, and 2Ψ/N of gradients at the step."""
+    options: dict[str, Any] = {"devices": 16, "machine": NODE, "checkpoint": "none", "tensor": 1, "stage": 3}
+    options |= {"offload": None, "micro_batch": 2, "replicas": 4, "precision": "bf16"}
+
+    def peak(partition: str, batch: int) -> float:
+        (found,) = plan(gpt(), partition=partition, batch=batch, **options).candidates
+        return found.footprint.peak.total
+
+    psi = sum(parameter.numel() for parameter in gpt().parameters())
+    assert peak("hierarchical-gradients", 32) == peak("hierarchical", 32)
+    more = peak("hierarchical-gradients", 128) - peak("hierarchical", 128)
+    assert 2 * psi * (1 / 4 - 1 / 16) * 0.5 < more < 2 * psi / 4 * 1.1
 
 
 def test_one_device_communicates_nothing() -> None:

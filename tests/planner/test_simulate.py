@@ -21,7 +21,7 @@ from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.plans import evaluate_strategy
+from zeroshard.planner.plans import evaluate_strategy, plan
 from zeroshard.planner.scaling import largest_model as searching
 from zeroshard.planner.scaling.largest_model import (
     LargestModel,
@@ -242,6 +242,72 @@ def test_layers_are_divided_over_a_tensor_axis() -> None:
     assert all(point.time_fractions["tensor"] > 0 for point in found.points)
 
 
+def test_meshes_are_shown_beside_one_axis() -> None:
+    """Between slow nodes, parameters that are gathered inside a node cost less time and more memory."""
+    slow = Machine.resolve("h100", outside=Link(bandwidth=2e9, latency=1e-5))
+    found = swept(machine=slow, devices=(8, 32, 64), stages=(3,), replicas=(1, "nodes"))
+    assert found.series == ["stage 3", "stage 3, hybrid", "stage 3, hierarchical", "stage 3, full"]
+    rows = {series: found.points_of_series(series) for series in found.series}
+    assert [point.devices for point in rows["stage 3"]] == [8, 32, 64]
+    for series in found.series[1:]:  # on one node there is one axis
+        assert [(point.devices, point.plan.strategy.replicas) for point in rows[series]] == [(32, 4), (64, 8)]
+    one, hybrid, hierarchical, full = (rows[series][-1].plan for series in found.series)
+    # bytes between nodes with one backward a step: 6, 4 and 4 per parameter
+    assert hybrid.step_time.step < 0.75 * one.step_time.step
+    assert hierarchical.step_time.step == pytest.approx(hybrid.step_time.step, rel=0.05)
+    assert full.step_time.step == pytest.approx(one.step_time.step * (7 / 8) / (63 / 64), rel=0.02)
+    assert full.footprint.states == one.footprint.states
+    assert sum(full.footprint.states.values()) < sum(hierarchical.footprint.states.values())
+    assert sum(hierarchical.footprint.states.values()) < sum(hybrid.footprint.states.values())
+    assert [one.series for one in found.scaling] == found.series and "stage 3, hybrid: fits" in simulation_table(found)
+
+
+def test_8_bits_and_networks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = {"gather_dtype": ("none", "int8"), "reduce_wire": ("none", "int8")}
+    found = swept(devices=(32,), stages=(2, 3), replicas="nodes", partition="full", **both)
+    assert found.series == [
+        "stage 2, full",
+        "stage 2, full, int8 reductions",
+        "stage 3, full",
+        "stage 3, full, int8 reductions",
+        "stage 3, full, int8 gathers",
+        "stage 3, full, int8 gathers, int8 reductions",
+    ]
+    slow, slower = found.with_network(10), found.with_network(1)
+    assert slow.machine.outside.bandwidth == 0.9 * 10e9 / 8 and slow.series == found.series
+    for earlier, later in ((found, slow), (slow, slower)):
+        for before, after in zip(earlier.points, later.points, strict=True):
+            assert before.plan.step_time.step < after.plan.step_time.step
+            assert before.plan.step_time.traffic == after.plan.step_time.traffic
+    steps = {point.series: point.plan.step_time.step for point in slower.points}
+    assert steps["stage 3, full"] / steps["stage 3, full, int8 gathers, int8 reductions"] == pytest.approx(1.94, 0.02)
+    path = tmp_path / "networks.json"
+    words = "tiny --devices 16 --stage 1,3 --gather-dtype int8,none --network 10,2.5 --micro-batch 2 --json".split()
+    assert main([*words, str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "a step on 16 devices   10 Gb/s  2.5 Gb/s" in out and "stage 3, int8 gathers" in out
+    told = json.loads(path.read_text())["networks"]
+    assert list(told) == ["10", "2.5"] and len(told["10"]["points"]) == 3
+
+
+def test_a_mesh_is_simulated_as_it_is_planned() -> None:
+    (point,) = swept(devices=(16,), stages=(2,), replicas=4, partition="full").points
+    assert point.series == "stage 2, full over 4 replicas"
+    planned = plan(
+        gpt(LARGER.layers, LARGER),
+        devices=16,
+        micro_batch=2,
+        stage=2,
+        replicas=4,
+        partition="full",
+        tensor=1,
+        checkpoint="none",
+        offload=None,
+    )
+    assert planned.best is not None and planned.best.strategy == point.plan.strategy
+    assert planned.best.step_time == point.plan.step_time
+
+
 def test_models_of_any_kind_are_swept() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(10))
@@ -268,6 +334,10 @@ def test_models_of_any_kind_are_swept() -> None:
         ({"batch": 3, "devices": (2, 4)}, "cannot be divided evenly"),
         ({"batch": 0}, "batch must be a positive integer"),
         ({"checkpoint": "some"}, "checkpoint must be one of"),
+        ({"replicas": "node"}, "replicas must be a positive integer, got 'node'"),
+        ({"replicas": ()}, "replicas is empty"),
+        ({"replicas": 3, "devices": (8, 16)}, "supports such a mesh"),
+        ({"partition": "both", "replicas": 2, "devices": (8,)}, "partition must be one of"),
     ],
 )
 def test_bad_sweeps_are_refused(given: dict[str, Any], words: str) -> None:
@@ -411,6 +481,8 @@ def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.Ca
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
         (["tiny", "--machine", "dgx2", "--precision", "bf16"], "use precision='fp16'"),
         (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the tensor degree (3)"),
+        (["tiny", "--largest", "--replicas", "nodes"], "does not depend on --replicas"),
+        (["tiny", "--network", "10", "--devices", "8"], "--network is between nodes of 8 devices"),
         (["torch:nn.Identity", "--largest"], "cannot change the depth of Identity"),
         (["tiny", "--json", "/nowhere/at/all.json", "--devices", "1", "--micro-batch", "1"], "/nowhere/at/all.json"),
     ],

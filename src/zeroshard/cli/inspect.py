@@ -65,12 +65,14 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
         "tensor": index.sharding and index.sharding.get("tensor", 1),  # tensor-parallel degree
+        "replicas": index.sharding and index.sharding.get("replicas"),  # that train alone
         "step": _last_step(reader),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
         "bytes_by_kind": {
             kind: sum(saved.nbytes for saved in index.tensors_of_kind(kind).values())
-            for kind in ("model", "optimizer", "ema", "other")
+            for kind in ("model", "optimizer", "ema", "outer", "replica", "other")
+            if kind in ("model", "optimizer", "ema", "other") or index.tensors_of_kind(kind)
         },
         "parameters": {
             kind: sum(row["numel"] or 0 for row in tensors if row["kind"] == kind) for kind in ("trained", "frozen")
@@ -186,6 +188,9 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sharding = f"stage {summary['stage']}, precision {summary['precision']}" if is_sharded else "not sharded"
     tensor_note = f", tensor parallel over {summary['tensor']}" if is_sharded and summary["tensor"] > 1 else ""
     yield "ranks", f"{summary['ranks']}, {sharding}{tensor_note}"
+    if summary["replicas"] is not None:
+        count, steps = summary["replicas"]["count"], max(summary["replicas"]["steps"], default=0)
+        yield "replicas", f"{count}, {steps} local steps after an average: read without them, model is the first one's"
     yield "step", "unknown" if summary["step"] is None else str(summary["step"])
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in summary["bytes_by_kind"].items())
     yield "size", f"{format_bytes(summary['bytes'])} in {len(summary['files'])} files: {kinds}"

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,13 @@ from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive
 from zeroshard.cli.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
+    add_local_steps_options,
     add_memory_option,
+    add_mesh_options,
     add_model_options,
+    add_wire_options,
     open_machine_and_model,
+    outer_optimizer,
     write_json,
 )
 from zeroshard.utils.format import format_bytes
@@ -87,17 +92,24 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tensor", type=_positive_ints, metavar="T[,T…]", help="tensor-parallel degrees; default: all that may help"
     )
-    group.add_argument(
-        "--replicas",
+    add_mesh_options(
+        group,
         type=_positive_ints,
         metavar="R[,R…]",
         help="rows of a 2-D mesh of the data-parallel ranks; default: 1, and the number of nodes",
     )
+    add_wire_options(group, "default: none, and int8 with --allow-lossy")
     group.add_argument(
-        "--partition",
-        type=lambda text: text.split(","),
-        metavar="WAY[,WAY…]",
-        help="how such a mesh divides the states: hybrid, hierarchical, full; default: all that may help",
+        "--allow-lossy",
+        action="store_true",
+        help="try collectives in 8 bits, which change the numbers; without it only those that are named",
+    )
+    add_local_steps_options(
+        group,
+        type=positive_int,
+        metavar="K",
+        help="replicas train alone and are averaged every K steps: another algorithm, so it is never chosen, only "
+        "used if given; default of --replicas: the number of nodes",
     )
     group.add_argument(
         "--checkpoint",
@@ -114,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--precision",
-        choices=("auto", "bf16", "fp16", "fp32"),
+        choices=("auto", "bf16", "fp16", "fp32", "fp8"),
         default="auto",
         help="precision of computation; auto: 16 bits on a GPU, 32 on a CPU",
     )
@@ -191,13 +203,20 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
         raise ValueError(f"--offload {tier} is not possible on a CPU, whose memory is the host's: leave it out")
     constraints: dict[str, Any] = {
         name: value
-        for name in ("batch", "micro_batch", "sequence", "stage", "tensor", "replicas", "partition", "checkpoint")
+        for name in (
+            *("batch", "micro_batch", "sequence", "stage", "tensor", "replicas", "partition", "checkpoint"),
+            *("gather_dtype", "reduce_wire", "allow_lossy", "local_steps"),
+        )
         if (value := getattr(options, name)) is not None
     }
     constraints["offload"] = None if options.offload == "none" else "every"
     constraints["optimizer"] = options.optimizer
     if tier is not None and options.optimizer == "muon":
         raise ValueError(f"--offload {tier} cannot be planned with --optimizer muon: leave one of them out")
+    if outer := outer_optimizer(options):
+        from torch.optim import SGD  # here: the command line starts without torch
+
+        constraints["outer_optimizer"] = partial(SGD, **outer)
     if options.precision != "auto":
         constraints["precision"] = options.precision
     try:
@@ -224,12 +243,15 @@ def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, s
     best = plans.best
     if best is None:
         return []
-    lines = [("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
+    outer = outer_optimizer(options)
+    calls = python_calls(best.strategy, plans.devices, plans.machine, plans.precision, outer)
+    lines = [("in your own script", calls)]
     if ":" not in options.model:
         command = train_command(
             best.strategy, options.model, plans.devices, plans.machine, plans.precision, options.sequence
         )
         command += " --optimizer muon" if options.optimizer == "muon" else ""
+        command += f" --outer-lr {outer['lr']:g} --outer-momentum {outer['momentum']:g}" if outer else ""
         lines.insert(0, ("to train with this plan", command))
     return lines
 

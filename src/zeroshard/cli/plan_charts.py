@@ -46,6 +46,7 @@ TIME_LABELS = {  # label and color of each part of a step, in stacking order
     "gather": ("waiting for all-gathers", "parameters"),
     "reduce": ("waiting for reductions", "gradients"),
     "update": ("updating, or waiting for updates", "optimizer-states"),
+    "average": ("averaging replicas", "master-weights"),
     "rest": ("everything else", "other"),
 }
 CHECKPOINT_LINES: dict[CheckpointMode, tuple[str, str]] = {

@@ -40,6 +40,59 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stage", type=parse_stages, metavar="0,1,2,3", help="ZeRO stages to evaluate; default: all")
 
 
+def add_mesh_options(group: argparse._ArgumentGroup, **replicas: Any) -> None:
+    """Add the options of a 2-D mesh; ``replicas`` are the arguments of its first option."""
+    group.add_argument("--replicas", **replicas)
+    group.add_argument(
+        "--partition",
+        type=lambda text: text.split(","),
+        metavar="WAY[,WAY…]",
+        help="how such a mesh divides the states: hybrid, hierarchical, full, hierarchical-gradients, inner-gradients; "
+        "default: all that may help",
+    )
+
+
+def add_wire_options(group: argparse._ArgumentGroup, default: str) -> None:
+    """Add the options for collectives in 8 bits."""
+    for flag, what in (
+        ("gather-dtype", "parameters are all-gathered in stage 3"),
+        ("reduce-wire", "gradients are sent"),
+    ):
+        group.add_argument(
+            f"--{flag}",
+            type=lambda text: text.split(","),
+            metavar="DTYPE[,DTYPE…]",
+            help=f"8-bit dtypes in which {what}: int8, fp8, or none for their own; {default}",
+        )
+
+
+def add_local_steps_options(group: argparse._ArgumentGroup, **local_steps: Any) -> None:
+    """Add the options of replicas that train alone; ``local_steps`` are the arguments of the first one."""
+    group.add_argument("--local-steps", **local_steps)
+    group.add_argument(
+        "--outer-lr",
+        type=float,
+        metavar="LR",
+        help="with --local-steps: an outer SGD with Nesterov momentum updates the averages, as in `zeroshard train`",
+    )
+    group.add_argument(
+        "--outer-momentum", type=float, metavar="M", help="with --outer-lr: its momentum; 0: none; default: 0.9"
+    )
+
+
+def outer_optimizer(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the hyper-parameters of the outer SGD that the options name; empty if they name none."""
+    if options.outer_lr is None:
+        if options.outer_momentum is not None:
+            raise ValueError("--outer-momentum is that of --outer-lr: give both, or neither")
+        return {}
+    steps = options.local_steps if isinstance(options.local_steps, list) else [options.local_steps or 1]
+    if max(steps) == 1:
+        raise ValueError("--outer-lr updates the averages of replicas: give --local-steps above 1 too")
+    momentum = 0.9 if options.outer_momentum is None else options.outer_momentum
+    return {"lr": options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
+
+
 def parse_stages(text: str) -> list[int]:
     """Parse ZeRO stages.
 

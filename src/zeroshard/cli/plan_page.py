@@ -94,7 +94,7 @@ def _facts(plans: Plans, tokens: int | None) -> list[str]:
 def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[HeadlineFigure]:
     machine = plan.machine
     speed = plan.samples_per_second * (1 if tokens is None else tokens)
-    peak = machine.flops.get(precision or "fp32", max(machine.flops.values()))
+    peak = machine.peak_flops(precision or "fp32")
     return [
         HeadlineFigure(
             "Memory per device",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner import Machine, Plan, Plans, Strategy
@@ -29,6 +30,7 @@ STATES_COLUMN = TableColumn(("", "states"))  # the first column that is not part
 COLUMNS = (
     TableColumn(("", "")),
     TableColumn(("", "stage")),
+    TableColumn(("", "8 bits"), is_numeric=False),
     TableColumn(("", "tensor")),
     TableColumn(("check-", "pointing"), is_numeric=False),
     TableColumn(("", "offload"), is_numeric=False),
@@ -92,8 +94,8 @@ def summary_rows(plans: Plans) -> list[Plan]:
     """Return the most informative rows.
 
     For the chosen tensor degree, each stage has the best plan without offload or recomputation, the best without
-    offload, and the best overall. The chosen stage also has the best plan of each checkpoint mode, offload and mesh.
-    Other tensor degrees have their best plan.
+    offload, and the best overall. The chosen stage also has the best plan of each checkpoint mode, offload, mesh and
+    kind of 8-bit collectives. Other tensor degrees have their best plan.
     """
     rows, chosen = plans.best_per_strategy(), plans.best_or_smallest
     shown = [chosen]
@@ -111,6 +113,8 @@ def summary_rows(plans: Plans) -> list[Plan]:
     for mesh in {(plan.strategy.replicas, plan.strategy.partition): None for plan in chosen_stage}:
         same_mesh = [plan for plan in chosen_stage if (plan.strategy.replicas, plan.strategy.partition) == mesh]
         shown.append(best_of(same_mesh))
+    for wire in {plan.strategy.wire_summary: None for plan in chosen_stage}:
+        shown.append(best_of([plan for plan in chosen_stage if plan.strategy.wire_summary == wire]))
     for tensor in sorted({plan.strategy.tensor for plan in rows} - {chosen.strategy.tensor}):
         shown.append(best_of([plan for plan in rows if plan.strategy.tensor == tensor]))
     return list({id(plan): plan for plan in shown}.values())
@@ -178,6 +182,7 @@ def short_label(strategy: Strategy) -> str:
     parts = [f"stage {strategy.stage}"]
     parts += [f"tensor {strategy.tensor}"] if strategy.tensor > 1 else []
     parts += [f"{strategy.partition} {strategy.replicas}×"] if strategy.replicas > 1 else []
+    parts += [_short_wire(strategy)] if strategy.is_lossy else []
     if strategy.checkpoint != "none":
         parts.append("recompute (host)" if strategy.checkpoint == "host" else "recompute")
     parts += [_short_offload(strategy)] if strategy.offload is not None else []
@@ -197,11 +202,16 @@ def _short_offload(strategy: Strategy) -> str:
     return strategy.offload_summary.replace("optimizer", "opt.").replace("parameters", "par.")
 
 
+def _short_wire(strategy: Strategy) -> str:
+    return strategy.wire_summary.replace("gathers", "gather").replace("reductions", "reduce")
+
+
 def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> list[str]:
     strategy, host = plan.strategy, plan.node_bytes["host"]
     return [
         CHOSEN_MARK if chosen else "",
         str(strategy.stage) + (f" {strategy.partition}" if strategy.replicas > 1 else ""),
+        _short_wire(strategy) or "-",
         str(strategy.tensor) if strategy.tensor > 1 else "-",
         CHECKPOINT_LABELS[strategy.checkpoint],
         "-" if strategy.offload is None else _short_offload(strategy),
@@ -245,6 +255,12 @@ def train_command(
         args += ["--tensor", str(strategy.tensor)]
     if strategy.replicas > 1:
         args += ["--replicas", str(strategy.replicas), "--partition", strategy.partition]
+    if strategy.gather_dtype is not None:
+        args += ["--gather-dtype", strategy.gather_dtype]
+    if strategy.reduce_wire is not None:
+        args += ["--reduce-wire", strategy.reduce_wire]
+    if strategy.local_steps > 1:
+        args += ["--local-steps", str(strategy.local_steps)]
     if strategy.checkpoint != "none":
         args.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
     args += _offload_flags(strategy.offload)
@@ -280,8 +296,16 @@ def _offload_flags(offload: Offload | None) -> list[str]:
     return flags
 
 
-def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: str | None = None) -> str:
+def python_calls(
+    strategy: Strategy,
+    devices: int,
+    machine: Machine,
+    precision: str | None = None,
+    outer: Mapping[str, Any] | None = None,
+) -> str:
     """Return the Python calls for a strategy, for a user's own script.
+
+    ``outer``: the hyper-parameters of the outer SGD, if there is one.
 
     >>> print(python_calls(Strategy(stage=3, checkpoint="host"), 8, Machine.resolve("h100"), "bf16"))
     model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
@@ -298,6 +322,14 @@ def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: 
         options.insert(0, "mesh=mesh")
     if strategy.partition != "hybrid":
         options.append(f'partition="{strategy.partition}"')
+    for name in ("gather_dtype", "reduce_wire"):
+        if getattr(strategy, name) is not None:
+            options.append(f'{name}="{getattr(strategy, name)}"')
+    if strategy.local_steps > 1:
+        options.append(f"local_steps={strategy.local_steps}")
+    if outer:
+        arguments = ", ".join(f"{name}={value}" for name, value in outer.items())
+        options.append(f"outer_optimizer=functools.partial(torch.optim.SGD, {arguments})")
     if precision not in (None, "fp32"):
         options.append(f'precision="{precision}"')
     if strategy.offload is not None:

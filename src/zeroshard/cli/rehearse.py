@@ -29,7 +29,12 @@ FAILURE_GRACE_SECONDS = 15  # for the other ranks to learn of a failure: zerosha
 STACK_GRACE_SECONDS = 2  # for ranks that hang to write their stacks
 POLL_SECONDS = 0.1
 LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
-RANK_PROGRAM = "from zeroshard.cli.rehearse_rank import main; main()"  # not with -m: `__main__` is the user's script
+RANK_PROGRAM = """
+from zeroshard.utils.lazy_import import uncollected_imports
+with uncollected_imports():
+    from zeroshard.cli.rehearse_rank import main
+main()
+"""  # not with -m: `__main__` is the user's script
 HINTS = {
     "EOFError: ": "The ranks of a rehearsal have no standard input: pass what the script asks for as options.",
     "OutOfMemoryError: ": "Ranks that share a GPU share its memory: rehearse with a smaller model or batch, or fewer "

@@ -33,6 +33,7 @@ class ModelRecord:
     data_rank: int = 0
     shard_rank: int = 0
     tensor_rank: int = 0
+    replica: int = 0  # of those that train alone: Config.local_steps
     is_partitioned: bool = False  # whether each rank has only a shard of the parameters
     start: str | None = None  # checksum of the weights given to shard(); None: none, as on the meta device
     batches: list[str] = field(default_factory=list)  # checksums of the inputs of forwards with gradients
@@ -241,7 +242,8 @@ def _check_replicas(models: Mapping[int, ModelRecord]) -> RehearsalCheck:
     first = _first(models)
     groups: dict[Hashable, list[int]] = {}
     for rank, model in models.items():
-        groups.setdefault((model.shard_rank if model.is_partitioned else 0, model.tensor_rank), []).append(rank)
+        shard_rank = model.shard_rank if model.is_partitioned else 0
+        groups.setdefault((model.replica, shard_rank, model.tensor_rank), []).append(rank)
     copies = [group for group in groups.values() if len(group) > 1]
     if not copies:
         reason = "each value is on one rank only" if len(models) > 1 else "one rank"

@@ -338,7 +338,7 @@ class RankRecorder:
 def _begin_record(model: nn.Module, engine: Engine) -> ModelRecord:
     comm, config = engine.comm, engine.context.config
     data_rank = 0
-    for axis in comm.data_axes:
+    for axis in (comm.average_axis, *comm.data_axes):
         data_rank = data_rank * axis.size + axis.rank
     return ModelRecord(
         type(model).__name__,
@@ -349,6 +349,7 @@ def _begin_record(model: nn.Module, engine: Engine) -> ModelRecord:
         data_rank=data_rank,
         shard_rank=comm.shard_axis.rank,
         tensor_rank=comm.tensor_axis.rank,
+        replica=comm.average_axis.rank,
         is_partitioned=engine.context.placement.parameters and comm.shard_axis.size > 1,
     )
 
@@ -374,7 +375,7 @@ def _record_step(record: ModelRecord, engine: Engine, optimizer: torch.optim.Opt
     kinds = {key.partition(", ")[0] for key in record.predicted}
     held = {f"{kind}, {tier}": nbytes.now for (kind, tier), nbytes in list(tracker.by_kind.items()) if kind in kinds}
     record.held = {key: nbytes for key, nbytes in held.items() if nbytes}
-    record.peak = tracker.total.peak - tracker.get("activations").peak
+    record.peak = tracker.total.peak - sum(tracker.get(kind).peak for kind in ("activations", "outer optimizer"))
     record.options = repr([_plain_options(group) for group in optimizer.param_groups])
     shards = []
     for flat, gradient in engine.gradients.flat_grads.items():
@@ -483,15 +484,15 @@ def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
     gathered_bytes, traffic = 0, dict[str, int]()
     if comm.shard_axis.size > 1:
         gathered = _flats(engine) if placement.parameters else trained
-        gathered_bytes = sum(flat.layout.numel * flat.dtype.itemsize for flat in gathered)
-        traffic["all-gather"] = gathers * gathered_bytes
-        reduced = sum(flat.layout.numel * flat.spec.reduce_dtype.itemsize for flat in trained)
-        traffic["reduce-scatter"] = reductions * reduced
+        gathered_bytes = sum(flat.spec.gather_bytes for flat in gathered)
+        has_averaged = engine.context.config.local_steps > 1 and engine.state_guard.replica_steps.are_replicas_equal
+        traffic["all-gather"] = (gathers + (has_averaged and not placement.parameters)) * gathered_bytes
+        traffic["reduce-scatter"] = reductions * sum(flat.spec.reduce_bytes[0] for flat in trained)
     if comm.shard_axis.factors is not None:  # [Note: two hops]
         inner = comm.shard_axis.factors[1].size
-        gathers = 1 if placement.keeps_inner_shards else gathers
+        gathers, reductions = placement.outer_collectives_per_step(backwards)
         traffic["outer all-gather"] = gathers * gathered_bytes // inner
-        traffic["outer reduce-scatter"] = traffic["reduce-scatter"] // inner
+        traffic["outer reduce-scatter"] = reductions * sum(flat.spec.reduce_bytes[-1] for flat in trained)
     if comm.replicate_axes:
         shards = sum(flat.layout.shard_numel * flat.spec.reduce_dtype.itemsize for flat in trained)
         traffic["all-reduce"] = 2 * len(comm.replicate_axes) * reductions * shards
@@ -506,12 +507,14 @@ def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str
     specs, config = [flat.spec for flat in _flats(engine)], engine.context.config
     states, routing, step_bytes = state_bytes_per_element(optimizer.inner) // 4, optimizer.routing(), 0
     owned_bytes = None
-    if routing.whole:
+    if routing.whole or routing.matrices:
         group_of = {name: number for number, names in enumerate(optimizer.group_param_names) for name in names}
         whole = {
             name: WholeParamSpec.from_measured(param.elements, param.state_bytes, 0.0, group_of[name])
             for name, param in routing.whole.items()
         }
+        for name, matrix in routing.matrices.items():
+            whole[name] = WholeParamSpec(matrix.elements, 1.0, matrix.flops, group_of[name], is_on_shards=True)
         owners = WholeOwners(specs, whole, engine.comm.shard_axis.size, config.bucket_size)
         owned_bytes = owners.state_bytes(engine.comm.shard_axis.rank, states)
         step_bytes = owners.step_buffer_bytes([spec for spec in specs if spec.is_optimized])
@@ -519,9 +522,11 @@ def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str
     predicted = {f"{kind}, device": nbytes for kind, nbytes in on_device.items()}
     predicted |= {f"{kind}, {tier}": nbytes for (kind, tier), nbytes in offloaded.items()}
     trained = [spec for spec in specs if spec.is_trainable]
-    unit_bytes = (
-        max((unit.full_bytes for unit in engine.units), default=0) if engine.context.placement.parameters else 0
-    )
+    unit_bytes, payload_bytes = 0, 0
+    if engine.context.placement.parameters:
+        unit_bytes = max((unit.full_bytes for unit in engine.units), default=0)
+        payloads = (sum(flat.spec.gather_buffer_bytes for flat in unit.flats) for unit in engine.units)
+        payload_bytes = max(payloads, default=0)
     grad_bytes = max(
         (
             sum(flat.layout.numel * flat.dtype.itemsize for flat in unit.flats if flat.spec.is_trainable)
@@ -529,13 +534,27 @@ def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str
         ),
         default=0,
     )
-    bucket_bytes = max(
-        (bucket.numel * spec.reduce_dtype.itemsize for spec in trained for bucket in spec.layout.buckets), default=0
+    needs_receive_buffer, shard_count = engine.comm.needs_receive_buffer, engine.comm.shard_axis.size
+    slot_bytes = max(
+        (
+            (bucket.numel * (1 + 1 / shard_count) + received) * spec.reduce_dtype.itemsize
+            for spec in trained
+            for bucket, received in zip(spec.layout.buckets, spec.receive_numels(needs_receive_buffer), strict=True)
+        ),
+        default=0,
     )
-    buffers_per_slot = 1 + 1 / engine.comm.shard_axis.size + engine.comm.needs_receive_buffer
-    ring_bytes = config.ring * 4 * bucket_bytes * buffers_per_slot / 3
+    ring_bytes = config.ring * 4 * slot_bytes / 3
     step_bytes = max(step_bytes, 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size))
-    bound = sum(on_device.values()) + max(2 * unit_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
+    feedback_bytes = 0
+    if config.error_feedback:
+        sent = [spec for spec in trained if spec.reduce_wire is not None]
+        feedback_bytes = sum(spec.layout.numel * spec.reduce_dtype.itemsize for spec in sent)
+    bound = (
+        sum(on_device.values())
+        + feedback_bytes
+        + sum(spec.inner_sum_bytes for spec in trained)
+        + max(2 * unit_bytes + 2 * payload_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
+    )
     return predicted, int(bound)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int
 from zeroshard.cli.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
+    add_local_steps_options,
     add_memory_option,
+    add_mesh_options,
     add_model_options,
+    add_wire_options,
     open_machine_and_model,
+    outer_optimizer,
     write_json,
 )
 
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from zeroshard.planner import Machine
 
 PAPER = "paper"
+EXACT = "none"  # instead of an 8-bit dtype
+NETWORK_NODES = 4  # of the cluster whose networks are compared, unless the devices are given
 SHAPE_OPTIONS = ("layers", "heads", "width")
 # any directory: only the rates and the size of the disk matter here
 OFFLOADS = {"none": None, "host": "host", "disk": {"optimizer": "disk", "directory": "."}}
@@ -62,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--machine", default="h100", metavar="NAME", help=f"{MACHINE_HELP}; default: h100")
     add_memory_option(group)
+    group.add_argument(
+        "--network",
+        type=_parse_rates,
+        metavar="G[,G…]",
+        help="published rates of the link between nodes in Gb/s, to compare all series on each; default: the machine's",
+    )
     group = parser.add_argument_group("training")
     group.add_argument(
         "--batch",
@@ -73,6 +86,21 @@ def _parser() -> argparse.ArgumentParser:
         "--micro-batch", type=positive_int, metavar="M", help="samples per rank and backward; default: the fastest"
     )
     add_model_options(group)
+    add_mesh_options(
+        group,
+        type=_parse_replicas,
+        metavar="R[,R…]",
+        help="rows of a 2-D mesh of the data-parallel ranks; the word nodes for one per node; default: 1, or 1,nodes "
+        "with --partition or --local-steps",
+    )
+    add_wire_options(group, "default: none")
+    add_local_steps_options(
+        group,
+        type=lambda text: [positive_int(part) for part in text.split(",")],
+        metavar="K[,K…]",
+        help="replicas, or in stage 0 without --replicas all ranks, train alone and are averaged every K steps, "
+        "which is another algorithm; default: 1",
+    )
     group.add_argument("--tensor", type=positive_int, default=1, metavar="T", help="tensor-parallel degree; default: 1")
     group.add_argument(
         "--checkpoint",
@@ -84,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         "--offload", choices=OFFLOADS, default="none", help="where optimizer states are offloaded; default: none"
     )
     group.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="precision of computation; default: 16 bits on a GPU"
+        "--precision",
+        choices=("bf16", "fp16", "fp32", "fp8"),
+        help="precision of computation; default: 16 bits on a GPU",
     )
     group = parser.add_argument_group("shape of a preset")
     for name in SHAPE_OPTIONS:
@@ -123,6 +153,20 @@ def _parse_device_counts(text: str) -> list[int]:
     return counts
 
 
+def _parse_rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise argparse.ArgumentTypeError(f"expected rates in Gb/s such as 100 or 10,25,100,400, got {text!r}")
+    return rates
+
+
+def _parse_replicas(text: str) -> list[int | str]:
+    return [part if part == "nodes" else positive_int(part) for part in text.split(",")]
+
+
 def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.cli.simulate_output import paper_table, paper_to_dict
     from zeroshard.planner.scaling import PAPER_CURVE, paper_results
@@ -141,32 +185,64 @@ def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
-    from zeroshard.cli.simulate_output import simulation_table, simulation_to_dict
+    from zeroshard.cli.simulate_output import network_table, simulation_table, simulation_to_dict
     from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
 
     machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
     options.precision = options.precision or machine.default_precision
-    options.devices, options.stage = options.devices or list(DEVICE_COUNTS), options.stage or [0, 1, 2, 3]
+    default_counts = [NETWORK_NODES * machine.devices] if options.network else list(DEVICE_COUNTS)
+    options.devices, options.stage = options.devices or default_counts, options.stage or [0, 1, 2, 3]
+    if options.network and max(options.devices) <= machine.devices:
+        raise ValueError(f"--network is between nodes of {machine.devices} devices: use more --devices")
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     echo(f"{opened.description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
     if options.largest:
+        _reject_for_largest(options)
         return _find_largest(options, opened, machine, echo)
+    needs_mesh = options.partition is not None or max(options.local_steps or [1]) > 1
+    outer: dict[str, Any] = {}
+    if hyperparams := outer_optimizer(options):
+        from torch.optim import SGD  # here: the command line starts without torch
+
+        outer["outer_optimizer"] = partial(SGD, **hyperparams)
     simulation = simulate(
         opened.model,
         opened.inputs,
         devices=options.devices,
-        machine=machine,
+        machine=machine if not options.network else machine.with_network(options.network[0]),
         batch=options.batch,
         micro_batch=options.micro_batch,
         sequence=options.sequence,
         stages=options.stage,
+        replicas=options.replicas or ([1, "nodes"] if needs_mesh else [1]),
+        partition=options.partition,
+        gather_dtype=options.gather_dtype or EXACT,
+        reduce_wire=options.reduce_wire or EXACT,
+        local_steps=options.local_steps or 1,
         tensor=options.tensor,
         checkpoint=options.checkpoint,
         offload=OFFLOADS[options.offload],
         precision=options.precision,
+        **outer,
     )
+    tokens = opened.tokens_per_sample(options.sequence)
+    if options.network:
+        found = {rate: simulation.with_network(rate) for rate in dict.fromkeys(options.network)}
+        echo(f"\n{network_table(found)}")
+        records = {f"{rate:g}": simulation_to_dict(one, opened.description, tokens) for rate, one in found.items()}
+        return {"networks": records}
     echo(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(simulation)}")
-    return simulation_to_dict(simulation, opened.description, opened.tokens_per_sample(options.sequence))
+    return simulation_to_dict(simulation, opened.description, tokens)
+
+
+def _reject_for_largest(options: argparse.Namespace) -> None:
+    """Raise for options that the search for the largest model does not have."""
+    mesh, local = ("replicas", "partition"), ("local_steps", "outer_lr", "outer_momentum")
+    for name in (*mesh, "gather_dtype", "reduce_wire", "network", *local):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--largest does not depend on --{name.replace('_', '-')}, or cannot search with it: omit it"
+            )
 
 
 def _find_largest(

@@ -6,11 +6,11 @@ In JSON, sizes are in bytes and times in seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from zeroshard.cli.plan_text import align_columns, format_batch
+from zeroshard.cli.plan_text import align_columns, format_batch, format_seconds
 from zeroshard.planner import Machine, plan_to_dict
 from zeroshard.planner.scaling import (
     PAPER_CURVE,
@@ -29,17 +29,17 @@ TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "com
 
 
 def simulation_table(found: ScalingSimulation) -> str:
-    """Return a sweep: the rows of each stage, then where each stage stops scaling."""
+    """Return a sweep: the rows of each series, then where each series stops scaling."""
     sections = []
-    for stage in found.stages:
-        rows = [TABLE_HEADERS, *(_point_row(point) for point in found.points_of_stage(stage))]
+    for series in found.series:
+        rows = [TABLE_HEADERS, *(_point_row(point) for point in found.points_of_series(series))]
         shown = [
             index
             for index, header in enumerate(TABLE_HEADERS)
             if header not in WAIT_KINDS or any(row[index] != "-" for row in rows[1:])
         ]
         sections.append(
-            f"stage {stage}\n"
+            f"{series}\n"
             + align_columns([[row[index] for index in shown] for row in rows], left_aligned=(len(shown) - 1,))
         )
     return "\n\n".join([*sections, "\n".join(scaling_line(stage_scaling) for stage_scaling in found.scaling)])
@@ -62,15 +62,15 @@ def _point_row(point: ScalingPoint) -> list[str]:
 
 
 def scaling_line(one: StageScaling) -> str:
-    """Describe in one line where a stage stops scaling.
+    """Describe in one line where a series stops scaling.
 
-    >>> scaling_line(StageScaling(0, None, None, None, None, None))
+    >>> scaling_line(StageScaling(0, None, None, None, None, None, "stage 0"))
     'stage 0: fits on none of these'
     """
     if one.best is None:
-        return f"stage {one.stage}: fits on none of these"
+        return f"{one.series}: fits on none of these"
     best_text = f"fastest per device on {one.best.devices:,} ({one.best.samples_per_second_per_device:.4g} samples/s)"
-    clauses = [f"stage {one.stage}: fits from {one.fits_from:,} on; {best_text}"]
+    clauses = [f"{one.series}: fits from {one.fits_from:,} on; {best_text}"]
     if one.under_90_percent is not None:
         clauses.append(f"under 90 % of that from {one.under_90_percent:,} on")
         clauses.append(
@@ -79,6 +79,32 @@ def scaling_line(one: StageScaling) -> str:
     elif one.good_until != one.best.devices:
         clauses.append(f"at least 90 % of that up to {one.good_until:,}")
     return ", ".join(clauses)
+
+
+def network_table(found: Mapping[float, ScalingSimulation]) -> str:
+    """Return a row for each series and a column for each network, in Gb/s: step time, and samples/s of one device."""
+    first = next(iter(found.values()))
+    sections = []
+    for devices in dict.fromkeys(point.devices for point in first.points):
+        for title, cell in (
+            (f"a step on {devices:,} devices", lambda point: format_seconds(point.plan.step_time.step)),
+            ("samples/s of one device", lambda point: f"{point.samples_per_second_per_device:.4g}"),
+        ):
+            rows = [[title, *(f"{gigabits:g} Gb/s" for gigabits in found)]]
+            for series in first.series:
+                points = [_find_point(simulation, series, devices) for simulation in found.values()]
+                if any(points):
+                    rows.append([series, *(_network_cell(point, cell) for point in points)])
+            sections.append(align_columns(rows, left_aligned=(0,)))
+    return "\n\n".join(sections)
+
+
+def _find_point(found: ScalingSimulation, series: str, devices: int) -> ScalingPoint | None:
+    return next((point for point in found.points_of_series(series) if point.devices == devices), None)
+
+
+def _network_cell(point: ScalingPoint | None, cell: Callable[[ScalingPoint], str]) -> str:
+    return "-" if point is None else cell(point) if point.fits else "does not fit"
 
 
 def largest_table(found: dict[tuple[int, int], LargestModel]) -> str:
@@ -128,7 +154,7 @@ def _printed_table(result: PaperResult) -> str:
 
 
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
-    """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where stages stop scaling."""
+    """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where series stop scaling."""
     return {
         "model": model,
         "parameters": found.parameters,
@@ -144,6 +170,7 @@ def _point_to_dict(point: ScalingPoint, tokens: int | None) -> dict[str, Any]:
     return {
         "devices": point.devices,
         "stage": point.stage,
+        "series": point.series,
         "samples_per_second_and_device": point.samples_per_second_per_device,
         "tflops_per_device": point.tflops_per_device,
         "shares": point.time_fractions,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from zeroshard.train import read_options
+from zeroshard.utils.lazy_import import uncollected_imports
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status."""
     options = read_options(argv)
-    from zeroshard.train import run_training  # imports torch, which `--help` does not need
+    with nullcontext() if "torch" in sys.modules else uncollected_imports():
+        from zeroshard.train import run_training  # imports torch, which `--help` does not need
 
     return run_training(options, argv)

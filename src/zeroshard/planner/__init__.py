@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeroshard.planner.strategy import Strategy
     from zeroshard.planner.tracing.inputs import Inputs, LossFn, model_arguments
     from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode, UntraceableError
+    from zeroshard.planner.traffic import PredictedTraffic, predict_traffic
     from zeroshard.planner.whole_params import WholeParamSpec, find_whole_params
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "PlanningOptions",
     "Plans",
     "PredictedMemory",
+    "PredictedTraffic",
     "Strategy",
     "UntraceableError",
     "WholeOwners",
@@ -44,6 +46,7 @@ __all__ = [
     "plan_to_dict",
     "plans_to_dict",
     "predict_memory",
+    "predict_traffic",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -59,6 +62,7 @@ __getattr__, __dir__ = lazy_names(
         "strategy": "Strategy",
         "tracing.inputs": "Inputs LossFn model_arguments",
         "tracing.trace_model": "CHECKPOINT_MODES CheckpointMode UntraceableError",
+        "traffic": "PredictedTraffic predict_traffic",
         "whole_params": "WholeParamSpec find_whole_params",
     },
 )

@@ -3,7 +3,8 @@
 [Note: simulating memory]
 The trace contains the activations. The engine events between its operations determine what the library adds:
 
-- An unsharded unit is in memory until it is resharded, together with the next one (prefetch).
+- An unsharded unit is in memory until it is resharded, together with the next one (prefetch). If it is gathered in 8
+  bits, the values that are received are in memory too, until computation waits for the unit.
 - Gradients from autograd stay until the next reduction begins.
 - A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward. Replicated
   gradients use only its receive buffers: in the last backward, and before that is known in the step, where they are
@@ -104,11 +105,11 @@ class MemoryConditions:
     scratch_bytes: float = 0
     """Temporary memory of the optimizer's kernels in a step."""
     has_persistent_grads: bool = False
-    """Gradients are in memory when a forward begins."""
+    """Reduced gradients, or local sums of replicated ones, are in memory when a forward begins."""
     is_accumulating: bool = False
     """A backward adds to the gradients of an earlier one."""
     reduces_in_backward: bool = True
-    """Replicated gradients are reduced in the last backward."""
+    """Replicated gradients and inner sums are reduced in the last backward."""
 
 
 DEFAULT_CONDITIONS = MemoryConditions()
@@ -143,7 +144,9 @@ def footprint(
     peak = max(usages, key=lambda usage: usage.total)
     peak = MemoryUsage(peak.label, {**persistent, **peak.by_kind})
     step_bytes = max(sizes.step_buffer_bytes + conditions.scratch_bytes, _step_receive_bytes(sizes))
-    step = MemoryUsage("step", {**persistent, "gradients": gradients, "activations": 0.0, "step": step_bytes})
+    inner_sums = 0.0 if conditions.reduces_in_backward else replay.inner_sum_bytes
+    at_step = {"gradients": gradients + inner_sums, "activations": 0.0, "step": step_bytes}
+    step = MemoryUsage("step", {**persistent, **at_step})
     everything = [MemoryUsage(usage.label, {**persistent, **usage.by_kind}) for usage in usages] if timeline else []
     return Footprint(
         sizes.states,
@@ -214,9 +217,14 @@ class _MemoryReplay:
         self._allocated_segments = set().union(*self._segments) if conditions.has_persistent_grads else set()
         self._unshard_order = UnshardOrder(spans)
         self._unsharded: set[int] = set()
+        self._gathering: set[int] = set()  # of these, units that computation has not waited for
         self._pending_grad_bytes = 0.0  # gradients that a reduction still reads
         self._forward_end_bytes = 0.0  # activations (with the loss) and units at the end of forward
         self._rings = SimulatedRings(sizes.ring_slots)
+        # of earlier backwards: see [Note: inner sums]
+        has_inner_sums = conditions.is_accumulating or not conditions.reduces_in_backward
+        self.inner_sum_bytes = sum(unit.inner_sum_bytes for unit in sizes.units) if has_inner_sums else 0
+        self._remaining_inner_bytes = self.inner_sum_bytes  # if this is the last backward
 
     def replay_span(self, span: TraceSpan) -> MemoryUsage:
         """Replay one span, its event first, and return its peak usage without the persistent memory."""
@@ -226,7 +234,7 @@ class _MemoryReplay:
             {
                 "activations": max(span.peak_bytes, span.start_bytes + extra),
                 "gathered": self._unsharded_bytes,
-                "gradients": float(sum(nbytes for *_, nbytes in self._allocated_segments)),
+                "gradients": float(max(self._allocated_bytes + self._remaining_inner_bytes, self.inner_sum_bytes)),
                 "gradients of autograd": self._pending_grad_bytes,
                 "buckets": float(self._rings.nbytes),
             },
@@ -238,12 +246,16 @@ class _MemoryReplay:
         if event is None:
             return 0.0
         if event.kind == "unshard" and placement.parameters:
-            self._unsharded.add(event.unit)
+            self._start_unshard(event.unit)
+            before = self._unsharded_bytes
+            self._gathering.discard(event.unit)
             next_unit = self._unshard_order.next_unit(span.is_backward)
             if self._conditions.prefetch and next_unit is not None:
-                self._unsharded.add(next_unit)
+                self._start_unshard(next_unit)
+            return max(0.0, before - self._unsharded_bytes)
         elif event.kind == "reshard":
             self._unsharded.discard(event.unit)
+            self._gathering.discard(event.unit)
         elif event.kind == "reduce":
             if not (placement.gradients or self._allocated_segments) and self._conditions.on_gpu:
                 self._allocate_all_segments(
@@ -256,8 +268,10 @@ class _MemoryReplay:
                     self._rings.add_local_sum(self._sizes.units[event.unit].buckets)
                 # added to the accumulated gradients, then freed, before these are reduced
                 return max(0.0, event.nbytes - (self._rings.nbytes - before))
-            self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._conditions.is_accumulating)
             unit = self._sizes.units[event.unit]
+            self._remaining_inner_bytes -= min(unit.inner_sum_bytes, self._remaining_inner_bytes)
+            adds_to_shard = self._conditions.is_accumulating and not placement.keeps_inner_sums
+            self._rings.add_buckets(unit.buckets, adds_to_shard)
             pending = unit.side_stream_grad_bytes if self._conditions.on_gpu else unit.slot_grad_bytes
             self._pending_grad_bytes = min(pending, event.nbytes)
             return event.nbytes - self._pending_grad_bytes
@@ -268,7 +282,13 @@ class _MemoryReplay:
             self._pending_grad_bytes = 0.0
             self._rings.free()
             self._unsharded.clear()
+            self._gathering.clear()
         return 0.0
+
+    def _start_unshard(self, unit: int) -> None:
+        if unit not in self._unsharded:
+            self._unsharded.add(unit)
+            self._gathering.add(unit)
 
     def _allocate_all_segments(self, free_bytes: float) -> None:
         """Allocate all segments if they fit into the bytes freed since the loss.
@@ -280,8 +300,14 @@ class _MemoryReplay:
             self._allocated_segments |= segments
 
     @property
+    def _allocated_bytes(self) -> int:
+        return sum(nbytes for *_, nbytes in self._allocated_segments)
+
+    @property
     def _unsharded_bytes(self) -> float:
-        return float(sum(self._sizes.units[unit].alloc_bytes for unit in self._unsharded))
+        units = self._sizes.units
+        payloads = sum(units[unit].gather_payload_bytes for unit in self._gathering)
+        return float(sum(units[unit].alloc_bytes for unit in self._unsharded) + payloads)
 
 
 def _grad_segments(sizes: StateSizes) -> list[set[GradSegment]]:

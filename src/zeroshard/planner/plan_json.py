@@ -12,9 +12,9 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
     rows                              indices of the best plan of each stage, mesh, offload and checkpoint mode
     plans                             every plan that was evaluated, each:
         words                         the strategy in one line
-        choice                        stage, replicas, partition, tensor, checkpoint, offload (fractions by kind and
-                                      tier, or null), micro_batch (samples per data-parallel rank and backward),
-                                      accumulate
+        choice                        stage, replicas, partition, gather_dtype and reduce_wire (8-bit collectives, or
+                                      null), local_steps, tensor, checkpoint, offload (fractions by kind and tier, or
+                                      null), micro_batch (samples per data-parallel rank and backward), accumulate
         fits, lacks                   whether it fits, and which memory is too small
         memory                        what a device needs: peak, the allocator's overhead and the runtime's context
         states                        on the device after a backward, by kind of state
@@ -30,7 +30,8 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
                                       with the prefix "tensor ", "pcie" and "disk" for the tiers
         psi                           data-parallel traffic as a multiple of Ψ, the bytes of all parameters
         seconds                       step, and its parts: compute, tensor (its collectives), launch (the device
-                                      waits for the host), gather, reduce, update (the device waits for these)
+                                      waits for the host), gather, reduce, update (the device waits for these),
+                                      average (of replicas that train alone, divided by their local steps)
         samples_per_second            of all devices
         tokens_per_second             the same in tokens, or null
         flops_per_second              useful FLOPs of one device, without recomputation
@@ -46,7 +47,7 @@ from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner.plans import Plan, Plans
 from zeroshard.utils.version import software_versions
 
-TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
+TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update", "average")
 
 
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from zeroshard.config.offload import Offload
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall, usage_fractions
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.search import SearchSpace, candidate_strategies
+from zeroshard.planner.search import EXACT, SearchSpace, candidate_strategies
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
@@ -23,6 +23,9 @@ from zeroshard.utils.format import format_bytes
 
 SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
 TIER_TRAFFIC = ("pcie", "disk")  # kinds of traffic that are not collectives
+LOSSY_SCORE_FACTOR = 0.97  # scales the speed for each kind of 8-bit collective: the numbers change, for a gain only
+# what local steps would gain is said for these, from a gain of this on
+SUGGESTED_LOCAL_STEPS, SUGGESTED_GAIN = 50, 1.2
 OFFLOAD_SCORE_FACTOR = 0.95  # scales the speed of a plan that offloads: the host may have other work
 
 
@@ -84,7 +87,7 @@ class Plan:
     @property
     def data_parallel_psi(self) -> float:
         """The same as a multiple of Ψ, all parameters in the compute precision."""
-        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16") else 4
+        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16", "fp8") else 4
         return self.data_parallel_bytes / (self.traced_model.parameters * itemsize)
 
     @property
@@ -106,7 +109,10 @@ class Plan:
     @property
     def score(self) -> float:
         """Samples per second, scaled to compare plans."""
-        return self.samples_per_second * (OFFLOAD_SCORE_FACTOR if self.strategy.offload is not None else 1.0)
+        strategy = self.strategy
+        num_lossy = (strategy.gather_dtype is not None) + (strategy.reduce_wire is not None)
+        factor = OFFLOAD_SCORE_FACTOR if strategy.offload is not None else 1.0
+        return self.samples_per_second * factor * LOSSY_SCORE_FACTOR**num_lossy
 
     @property
     def flops_per_second(self) -> float:
@@ -159,7 +165,44 @@ class Plans:
         return (
             f"{best.strategy.description}: the fastest of {fitting} plans that fit ({len(self.candidates) - fitting} "
             f"do not), {best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
-            f"{format_bytes(self.machine.memory)} a device"
+            f"{format_bytes(self.machine.memory)} a device{self._lossy_reason(best)}{self._local_steps_reason(best)}"
+        )
+
+    def _lossy_reason(self, best: Plan) -> str:
+        """Say why 8-bit collectives were chosen, or why not; empty if there was no choice."""
+        others = [plan for plan in self.fitting if plan.strategy.is_lossy != best.strategy.is_lossy]
+        if not others:
+            return ""
+        other = max(others, key=lambda plan: plan.score)
+        if best.strategy.is_lossy:
+            gain = best.samples_per_second / other.samples_per_second
+            return (
+                f"; {best.strategy.wire_summary} change the numbers, and are {gain:.2f} × as fast as the best without "
+                f"({other.strategy.description})"
+            )
+        gain = other.samples_per_second / best.samples_per_second
+        return f"; {other.strategy.wire_summary} would be {gain:.2f} × as fast, too little to change the numbers"
+
+    def _local_steps_reason(self, best: Plan) -> str:
+        """Say what local steps do to a plan; if lossy ones are allowed, what they would gain. Else empty."""
+        strategy, nodes = best.strategy, self.machine.nodes(self.devices)
+        if strategy.local_steps > 1:
+            fraction = best.step_time.average / best.step_time.step
+            return (
+                f"; local_steps={strategy.local_steps}, as given, is another algorithm, whose samples are not worth "
+                f"the same; its averages take {fraction:.1%} of the time"
+            )
+        is_asked = any(plan.strategy.is_lossy for plan in self.candidates)
+        if not is_asked or nodes == 1 or self.devices // strategy.tensor % nodes:
+            return ""
+        alone = replace(strategy, replicas=nodes, partition="hybrid", gather_dtype=None, reduce_wire=None)
+        other = best.with_strategy(replace(alone, local_steps=SUGGESTED_LOCAL_STEPS))
+        gain = other.samples_per_second / best.samples_per_second
+        if not other.fits or gain < SUGGESTED_GAIN:
+            return ""
+        return (
+            f"; local_steps={SUGGESTED_LOCAL_STEPS} over {nodes} replicas would be {gain:.2f} × as fast, but is "
+            "another algorithm: it is used only if it is given"
         )
 
     @property
@@ -201,6 +244,10 @@ def plan(
     loss: LossFn = None,
     stage: int | Sequence[int] = (0, 1, 2, 3),
     partition: str | Sequence[str] | None = None,
+    gather_dtype: str | Sequence[str] | None = None,
+    reduce_wire: str | Sequence[str] | None = None,
+    allow_lossy: bool = False,
+    local_steps: int = 1,
     tensor: int | Sequence[int] | None = None,
     checkpoint: CheckpointMode | Sequence[CheckpointMode] = CHECKPOINT_MODES,
     offload: Any = "every",
@@ -223,7 +270,12 @@ def plan(
     ``batch`` is the batch size of a step over all devices; without it, each plan uses its fastest micro-batch.
     ``stage``, ``tensor``, ``checkpoint``, ``offload``, ``micro_batch``, ``replicas`` (rows of a 2-D mesh; by default
     one, or as many as there are nodes) and ``partition`` (of such a mesh) restrict the search, each to one value or
-    several. ``optimizer`` is "adamw" or "muon": Muon for the matrices of blocks, AdamW for the rest; or what is updated
+    several. ``gather_dtype`` and ``reduce_wire`` do too: "int8", "fp8" or "none". Collectives in 8 bits change the
+    numbers, so they are tried only if they are named here, or with ``allow_lossy=True``, which tries int8 for both.
+    ``local_steps`` is used as given, never chosen, because it is another algorithm: the ``replicas`` train alone and
+    are averaged after every so many steps, whose time and traffic are divided by their number.
+
+    ``optimizer`` is "adamw" or "muon": Muon for the matrices of blocks, AdamW for the rest; or what is updated
     as a whole, by name, from :func:`zeroshard.planner.find_whole_params`. Offload and Muon are not planned together.
     ``optimizer_states`` is the number of state values per element that AdamW, or another optimizer in its place, keeps.
     ``one_pass``: if there are 2, it is torch's fused Adam or AdamW, which a GPU updates in one pass. ``scratch`` is the
@@ -259,6 +311,10 @@ def plan(
         stages=_as_tuple(stage) or (),
         partitions=_as_tuple(partition),
         replicas=_as_tuple(replicas),
+        gather_dtypes=_as_tuple(gather_dtype),
+        reduce_wires=_as_tuple(reduce_wire),
+        allow_lossy=allow_lossy,
+        local_steps=(local_steps,),
         tensors=_as_tuple(tensor),
         checkpoints=_as_tuple(checkpoint) or (),
         offloads=offload,
@@ -294,13 +350,26 @@ def _check_no_offload(offload: Any) -> None:
 def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, space: SearchSpace) -> Plans:
     strategies = candidate_strategies(traced_model, devices, machine, space)
     candidates = tuple(evaluate_strategy(traced_model, strategy, devices, machine) for strategy in strategies)
+    if not candidates and any(dtypes and EXACT not in dtypes for dtypes in (space.gather_dtypes, space.reduce_wires)):
+        raise ValueError(
+            "no strategy of this search supports these 8-bit collectives: gather_dtype needs stage 3, reduce_wire "
+            "needs stage 1, 2 or 3, no reduce_dtype='fp32' and no replicas of partition='hybrid'; both need several "
+            "data-parallel ranks, and a batch that is a multiple of these"
+        )
+    if not candidates and max(space.local_steps) > 1:
+        raise ValueError(
+            f"no strategy of this search supports local_steps={max(space.local_steps)}: stages 1 to 3 need replicas, "
+            "the rows of a 2-D mesh, and partition='hybrid'; in stage 0 without them every rank is a replica. The "
+            "batch must be a multiple of the data-parallel ranks, of which there must be several"
+        )
     if not candidates:
         raise ValueError(
             f"batch {space.batch} cannot be divided over {devices} devices: it must be a multiple of the data-parallel "
             f"ranks ({devices} / tensor degree) times the micro-batch"
-            if space.partitions != ("hierarchical",)
-            else "no strategy of this search supports partition='hierarchical': in stage 3, the inner axis of the mesh "
-            "must have several ranks, parameters cannot be offloaded, and the batch must be a multiple of the ranks"
+            if not space.partitions or not {"hybrid", "full"}.isdisjoint(space.partitions)
+            else f"no strategy of this search supports partition={space.partitions[0]!r}: the inner axis of the mesh "
+            "must have several ranks, the batch must be a multiple of the ranks, and parameters cannot be offloaded "
+            "if they are partitioned over the inner axis"
         )
     name, precision = type(traced_model.model).__name__, traced_model.options["precision"]
     return Plans(name, traced_model.parameters, devices, machine, precision, candidates, traced_model)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from zeroshard.config.config import PARTITIONS
+from zeroshard.config.config import EIGHT_BIT_DTYPES, PARTITIONS, check_replicas
 from zeroshard.config.offload import Offload
 from zeroshard.planner.footprint import device_bytes_needed
 from zeroshard.planner.machines.machine import Machine
@@ -19,6 +19,9 @@ from zeroshard.sharding import Placement
 STAGES = (0, 1, 2, 3)
 OFFLOAD_FRACTIONS = (0.5, 1.0)  # fractions of the optimizer states to try on the host
 MAX_MICRO_BATCH = 4096  # largest micro-batch to try
+EXACT = "none"  # given instead of an 8-bit dtype: values are sent in their own
+LOSSY_DTYPE = "int8"  # tried if lossy strategies are allowed
+_WIRE_DTYPES = tuple(EXACT if dtype is None else dtype for dtype in EIGHT_BIT_DTYPES)
 PLACEHOLDER_DIRECTORY = "."  # the plan uses only the disk's rates and size, not its path
 
 
@@ -35,11 +38,24 @@ class SearchSpace:
     """Sizes of the outer axis of a 2-D mesh. None: 1, and the number of nodes."""
     partitions: Sequence[str] | None = None
     """How such a mesh divides the states. None: all ways that differ from those without it."""
+    gather_dtypes: Sequence[str] | None = None
+    """8-bit dtypes of all-gathers, or "none". None: "none", and int8 if ``allow_lossy``."""
+    reduce_wires: Sequence[str] | None = None
+    """The same for reductions."""
+    allow_lossy: bool = False
+    """Whether to try 8-bit collectives, which change the numbers, without being named."""
+    local_steps: Sequence[int] = (1,)
+    """After how many steps replicas that train alone are averaged: another algorithm, so it is tried only if named."""
     tensors: Sequence[int] | None = None
     """None: all degrees that divide the model and the devices of a node."""
     checkpoints: Sequence[CheckpointMode] = CHECKPOINT_MODES
     offloads: Any = "every"
     """The ``offload`` option of :func:`zeroshard.shard`, a list of them, or "every"."""
+
+    @property
+    def can_reduce_in_8_bits(self) -> bool:
+        """Whether some strategies send gradients in 8 bits."""
+        return self.allow_lossy if self.reduce_wires is None else set(self.reduce_wires) != {EXACT}
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -47,6 +63,7 @@ class SearchSpace:
             ("micro_batch", self.micro_batches),
             ("tensor", self.tensors),
             ("replicas", self.replicas),
+            ("local_steps", self.local_steps),
         ):
             for value in values or ():
                 if value is not None and (type(value) is not int or value < 1):
@@ -55,6 +72,9 @@ class SearchSpace:
             "stage": self.stages,
             "partition": self.partitions,
             "replicas": self.replicas,
+            "gather_dtype": self.gather_dtypes,
+            "reduce_wire": self.reduce_wires,
+            "local_steps": self.local_steps,
             "tensor": self.tensors,
             "checkpoint": self.checkpoints,
             "micro_batch": self.micro_batches,
@@ -69,6 +89,10 @@ class SearchSpace:
         for partition in self.partitions or ():
             if partition not in PARTITIONS:
                 raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+        for name, dtypes in (("gather_dtype", self.gather_dtypes), ("reduce_wire", self.reduce_wires)):
+            for dtype in dtypes or ():
+                if dtype not in _WIRE_DTYPES:
+                    raise ValueError(f"{name} must be one of {', '.join(_WIRE_DTYPES)}, got {dtype!r}")
         for checkpoint in self.checkpoints:
             if checkpoint not in CHECKPOINT_MODES:
                 raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, got {checkpoint!r}")
@@ -96,10 +120,31 @@ def candidate_strategies(
                         raise
                     continue  # a higher stage may support it
                 plain = Strategy(stage=stage, tensor=tensor, offload=offload)
-                for base, checkpoint in product(_with_meshes(plain, devices, machine, space), checkpoints):
+                bases = [
+                    base
+                    for steps in space.local_steps
+                    for mesh in _with_local_steps(plain, steps, devices, machine, space)
+                    for base in _with_wires(mesh, devices // tensor, traced_model.options, space)
+                ]
+                for base, checkpoint in product(bases, checkpoints):
                     if checkpoint == "host" and machine.is_cpu and len(checkpoints) > 1:
                         continue  # the host is the device: no memory is saved
                     yield from _with_batches(replace(base, checkpoint=checkpoint), devices // tensor, space, can_fit)
+
+
+def _with_local_steps(
+    plain: Strategy, steps: int, devices: int, machine: Machine, space: SearchSpace
+) -> Iterator[Strategy]:
+    """Yield the strategy on the meshes on which shard() accepts these local steps; without a number, a row per node."""
+    if steps == 1:
+        yield from _with_meshes(plain, devices, machine, space)
+        return
+    data_ranks, nodes = devices // plain.tensor, machine.nodes(devices)
+    if data_ranks == 1 or (space.replicas is None and data_ranks % nodes):
+        return
+    for mesh in _with_meshes(plain, devices, machine, replace(space, replicas=space.replicas or (nodes,))):
+        if mesh.partition == "hybrid" and (mesh.replicas > 1 or mesh.stage == 0):
+            yield replace(mesh, local_steps=steps)
 
 
 def _with_meshes(plain: Strategy, devices: int, machine: Machine, space: SearchSpace) -> Iterator[Strategy]:
@@ -114,20 +159,58 @@ def _with_meshes(plain: Strategy, devices: int, machine: Machine, space: SearchS
             yield replace(plain, replicas=replicas, partition=partition)
 
 
+def _with_wires(plain: Strategy, data_ranks: int, options: Mapping[str, Any], space: SearchSpace) -> Iterator[Strategy]:
+    """Yield the strategy with each dtype of its collectives that shard() accepts."""
+    default = (EXACT, LOSSY_DTYPE) if space.allow_lossy else (EXACT,)
+    for dtypes in product(space.gather_dtypes or default, space.reduce_wires or default):
+        gather_dtype, reduce_wire = (None if dtype == EXACT else dtype for dtype in dtypes)
+        found = replace(plain, gather_dtype=gather_dtype, reduce_wire=reduce_wire)
+        if not found.is_lossy or (data_ranks > 1 and _accepts(found, options)):
+            yield found
+
+
+def _accepts(strategy: Strategy, options: Mapping[str, Any]) -> bool:
+    """Return whether shard() accepts the 8-bit collectives of a strategy."""
+    try:
+        check_replicas(strategy.config(options), strategy.replicas)
+    except ValueError:
+        return False
+    return True
+
+
 def _partitions(plain: Strategy, replicas: int, inner_ranks: int, space: SearchSpace) -> Sequence[str]:
     """Return the partitions of a mesh that the strategy supports and that differ."""
     if replicas == 1:
-        return (space.partitions or PARTITIONS)[:1]
+        return (space.partitions or [*PARTITIONS])[:1]
     partitions = space.partitions
     if partitions is None and plain.stage == 0:  # nothing is partitioned
-        return PARTITIONS[:1] if space.replicas else ()
-    if partitions is None:
-        partitions = PARTITIONS if space.replicas else ("hybrid", "hierarchical")
-        partitions = partitions if plain.stage == 3 else [name for name in partitions if name != "hierarchical"]
+        return [*PARTITIONS][:1] if space.replicas else ()
     has_offloaded_params = plain.offload is not None and bool(plain.offload.parameters)
-    if plain.stage == 3 and (inner_ranks == 1 or has_offloaded_params):  # shard() would raise
-        return [name for name in partitions if name != "hierarchical"]
-    return partitions
+    if partitions is None:
+        partitions = _useful_partitions(plain.stage, has_offloaded_params)
+        # over all ranks, two hops are for reductions in 8 bits: a node sends the sums of its devices
+        if not (space.replicas or space.can_reduce_in_8_bits):
+            partitions = [name for name in partitions if name != "full"]
+
+    def is_accepted(name: str) -> bool:  # by shard()
+        params_axes, grads_axes, optimizer_axes = PARTITIONS[name]
+        has_inner_params = plain.stage == 3 and params_axes != optimizer_axes
+        has_inner_grads = plain.stage >= 2 and grads_axes != optimizer_axes
+        has_inner_states = has_inner_params or has_inner_grads
+        return not (has_inner_states and inner_ranks == 1) and not (has_inner_params and has_offloaded_params)
+
+    return [name for name in partitions if is_accepted(name)]
+
+
+def _useful_partitions(stage: int, has_offloaded_params: bool) -> list[str]:
+    """Return the partitions that differ in this stage, without those that send more and save nothing.
+
+    >>> _useful_partitions(1, False), _useful_partitions(2, False)
+    (['hybrid', 'full'], ['hybrid', 'full', 'inner-gradients'])
+    """
+    if stage == 3 and not has_offloaded_params:
+        return [name for name in PARTITIONS if name != "inner-gradients"]
+    return ["hybrid", "full", *(["inner-gradients"] if stage >= 2 else ())]
 
 
 def _tensor_degrees(
@@ -172,7 +255,10 @@ def _with_batches(
         per_rank = space.batch // data_ranks
         micros = space.micro_batches or range(1, per_rank + 1)
         batches = [(micro, per_rank // micro) for micro in micros if per_rank % micro == 0]
+    _, grads_axes, optimizer_axes = PARTITIONS[base.partition]
+    needs_accumulation = grads_axes != optimizer_axes and space.partitions is None
     for micro, accumulate in batches:
-        yield replace(base, micro_batch=micro, accumulate=accumulate)
+        if accumulate > 1 or not needs_accumulation:  # else another partition is the same
+            yield replace(base, micro_batch=micro, accumulate=accumulate)
         if space.micro_batches is None and not can_fit(replace(base, micro_batch=micro, accumulate=1)):
             return  # a larger one does not fit either; gradient accumulation only adds memory

@@ -11,6 +11,9 @@ ahead without limit. At the engine events between operations, the engine's rules
 - A reduction waits for the previous one. If gradients are replicated, only the last backward of a step reduces.
 - The next forward waits, unit by unit, for offloaded updates.
 
+Replicas that train alone (``Config.local_steps``) are simulated as one of them; an average, divided by the number of
+local steps, is added.
+
 Three steps are simulated and the third one counts: by then, work that overlaps with the next step does so at both ends.
 
 An operation takes the longer of its compute time and its memory traffic, at the rates of the ``Machine``.
@@ -18,20 +21,23 @@ An operation takes the longer of its compute time and its memory traffic, at the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from zeroshard.planner.machines.collective_time import collective_seconds
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.state_sizes import StateSizes, WholeSizes
+from zeroshard.planner.state_sizes import StateSizes, UnitSizes, WholeSizes
 from zeroshard.planner.tracing.trace import Op, Trace, TraceSpan, UnshardOrder, split_spans
-from zeroshard.planner.whole_params import UPDATE_BYTES_PER_ELEMENT
 
 SIMULATED_STEPS = 3  # only the last one counts
 # host memory traffic per parameter: the 16-bit gradient and parameter in transfer, and an Adam update
 TRANSFER_BYTES_PER_PARAM, ADAM_BYTES_PER_PARAM = (4, 28)
+AVERAGE_BYTES_PER_ELEMENT = 24  # read and written for an average: copied to fp32, divided, written back
+OUTER_GRAD_BYTES_PER_ELEMENT = 16  # the difference to the mean: both read, written, read by the outer optimizer
 SLOW_PRECISION_RATIO = 0.5  # relative to the fastest precision's rate
+ALL_HOPS, INNER_HOP, OUTER_HOP = slice(None), slice(1), slice(1, None)  # of a reduction: see [Note: inner sums]
 MAX_SIMULATED_BACKWARDS = 3  # per step: each further backward takes as long as the last simulated one
 
 
@@ -55,13 +61,15 @@ class StepTime:
     """The device updates, or waits for offloaded updates."""
     flops: float
     """FLOPs of matmuls and attention over all backwards of a step, including recomputation."""
+    average: float = 0.0
+    """Replicas that train alone are averaged: the mean over their local steps."""
     traffic: dict[str, float] = field(default_factory=dict)
     """Bytes per step by collective, as :func:`zeroshard.report` counts them; "pcie" and "disk" for the tiers."""
 
     @property
     def exposed_communication(self) -> float:
         """Seconds of communication that are not overlapped with computation."""
-        return self.tensor + self.gather + self.reduce
+        return self.tensor + self.gather + self.reduce + self.average
 
     def extrapolate(self, previous: StepTime, count: int) -> StepTime:
         """Return the step time with ``count`` more backwards; each adds the difference from ``previous``."""
@@ -121,7 +129,7 @@ class TraceCost:
 def op_seconds(op: Op, machine: Machine) -> float:
     """Return how long an operation keeps the device busy."""
     moving, computing = op.moved_bytes / machine.bandwidth, 0.0
-    precision = op.dtype if op.dtype in machine.flops else "fp32"
+    precision = op.dtype if op.dtype == "fp8" or op.dtype in machine.flops else "fp32"
     if op.kind == "matmul" and op.flops:
         computing = machine.matmul_seconds(op.flops, precision)
     elif op.kind == "attention":
@@ -148,21 +156,74 @@ class StepConditions:
     prefetch: bool = True
     """The next unit is all-gathered while one computes."""
     reduces_in_backward: bool = True
-    """Replicated gradients are reduced in the last backward; else in the step, by ``Config(backwards=0)``."""
+    """Replicated gradients and inner sums are reduced in the last backward; else in the step, by
+    ``Config(backwards=0)``."""
     has_clipping: bool = False
     """Gradients are clipped by norm."""
     kept_input_bytes: float = 0.0
     """Block inputs kept on the host, in bytes per backward."""
+    local_steps: int = 1
+    """After how many steps replicas that train alone are averaged."""
+    average_ranks: int = 1
+    """How many replicas train alone."""
+    shares_loss_scale: bool = False
+    """In every step, replicas that train alone compare whether one of them overflowed (fp16)."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """The data-parallel ranks over which gradients are averaged."""
+        return self.ranks // self.tensor // self.average_ranks
 
 
 def step_time(cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> StepTime:
     """Simulate a step: see [Note: simulating step time]."""
     simulated = min(conditions.accumulate, MAX_SIMULATED_BACKWARDS)
     found = _StepSimulator(cost, sizes, machine, conditions).simulate(simulated)
-    if conditions.accumulate == simulated:
-        return found
-    before = _StepSimulator(cost, sizes, machine, conditions).simulate(simulated - 1)
-    return found.extrapolate(before, conditions.accumulate - simulated)
+    if conditions.accumulate > simulated:
+        before = _StepSimulator(cost, sizes, machine, conditions).simulate(simulated - 1)
+        found = found.extrapolate(before, conditions.accumulate - simulated)
+    return found if conditions.average_ranks == 1 else _with_average(found, sizes, machine, conditions)
+
+
+def _with_average(found: StepTime, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> StepTime:
+    """Add the time and traffic of an average of the replicas, divided by the number of local steps.
+
+    See [Note: local steps]. Nothing overlaps with an average. Unsharded parameters are gathered before it, as after
+    every step, and once more after it.
+    """
+    mesh, moved = Mesh(sizes, conditions), defaultdict[str, float](float)
+    seconds = _average_update_seconds(sizes, machine, conditions)
+    for hop in mesh.average_hops():
+        moved[hop.name] += hop.counted_bytes
+        seconds += hop.seconds(machine)
+    for unit in sizes.units:
+        for tier, numel in unit.offloaded_numel.items():
+            nbytes = numel * unit.average_bytes / unit.trained_numel
+            moved["pcie"] += 2 * nbytes
+            seconds += 2 * nbytes / machine.pcie
+            if tier == "disk":
+                local_bytes = nbytes * machine.local_ranks(conditions.ranks)
+                moved["disk"] += 2 * nbytes
+                seconds += local_bytes / machine.disk_read + local_bytes / machine.disk_write
+    seconds /= conditions.local_steps
+    if conditions.shares_loss_scale:
+        seconds += mesh.average_hop(4).seconds(machine)
+    traffic = dict(found.traffic)
+    for kind, nbytes in moved.items():
+        traffic[kind] = traffic.get(kind, 0.0) + nbytes / conditions.local_steps
+    return replace(found, step=found.step + seconds, average=seconds, traffic=traffic)
+
+
+def _average_update_seconds(sizes: StateSizes, machine: Machine, conditions: StepConditions) -> float:
+    """Return the seconds in which values are copied and divided, and the outer optimizer updates them."""
+    numel = sum(unit.trained_numel for unit in sizes.units)
+    seconds = AVERAGE_BYTES_PER_ELEMENT * numel / machine.bandwidth
+    if outer_bytes := sizes.states.get("outer optimizer", 0):
+        seconds += (2 * outer_bytes + OUTER_GRAD_BYTES_PER_ELEMENT * numel) / machine.bandwidth
+    if any(kind == "outer optimizer" for kind, _ in sizes.offloaded):
+        offloaded = sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
+        seconds += offloaded * machine.local_ranks(conditions.ranks) / machine.host_update
+    return seconds
 
 
 @dataclass
@@ -178,7 +239,7 @@ class _Timelines:
     host_update: float = 0.0
 
 
-class _Hop(NamedTuple):
+class Hop(NamedTuple):
     """A collective over one axis of the mesh."""
 
     name: str  # as the report has it
@@ -187,36 +248,76 @@ class _Hop(NamedTuple):
     ranks: int
     stride: int
 
+    @property
+    def counted_bytes(self) -> float:
+        """Bytes as :func:`zeroshard.report` counts them."""
+        return self.nbytes * (2 if self.kind == "all-reduce" else 1) if self.ranks > 1 else 0.0
 
-class _Mesh:
-    """The data-parallel axes, and the time of collectives over them."""
+    def seconds(self, machine: Machine) -> float:
+        """Return how long it takes."""
+        return collective_seconds(machine, self.kind, self.nbytes, self.ranks, self.stride)
 
-    def __init__(self, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> None:
-        self._sizes, self._machine, self._conditions = sizes, machine, conditions
-        self._known_seconds: dict[_Hop, float] = {}
 
-    def hops(self, kind: str, nbytes: float) -> list[_Hop]:
+class Mesh:
+    """The data-parallel axes, and the collectives over them."""
+
+    def __init__(self, sizes: StateSizes, conditions: StepConditions) -> None:
+        self._sizes, self._conditions = sizes, conditions
+
+    def hops(self, kind: str, nbytes: float) -> list[Hop]:
         """Return what a data-parallel collective consists of, that inside the inner axis first."""
         stride, replicas = self._conditions.tensor, self._conditions.replicas
         outer_stride = self._conditions.ranks // replicas
-        ranks = outer_stride // stride
-        inside = _Hop(kind, kind, nbytes, ranks, stride)
-        if replicas == 1:
+        trains_alone = self._conditions.average_ranks > 1
+        ranks = self._conditions.replica_ranks if trains_alone else outer_stride // stride
+        inside = Hop(kind, kind, nbytes, ranks, stride)
+        if replicas == 1 or trains_alone:
             return [inside]
         if self._sizes.shard_count > ranks:  # [Note: two hops]
             if kind == "all-to-all":
-                return [_Hop(kind, kind, nbytes, ranks * replicas, stride)]
-            return [inside, _Hop(f"outer {kind}", kind, nbytes / ranks, replicas, outer_stride)]
+                return [Hop(kind, kind, nbytes, ranks * replicas, stride)]
+            return [inside, Hop(f"outer {kind}", kind, nbytes / ranks, replicas, outer_stride)]
         if kind == "reduce-scatter":
-            return [inside, _Hop("all-reduce", "all-reduce", nbytes / self._sizes.shard_count, replicas, outer_stride)]
-        return [inside, _Hop(kind, kind, nbytes, replicas, outer_stride)] if kind == "all-reduce" else [inside]
+            return [inside, Hop("all-reduce", "all-reduce", nbytes / self._sizes.shard_count, replicas, outer_stride)]
+        return [inside, Hop(kind, kind, nbytes, replicas, outer_stride)] if kind == "all-reduce" else [inside]
 
-    def seconds(self, hop: _Hop) -> float:
-        """Return how long a hop takes."""
-        if hop not in self._known_seconds:
-            _, kind, nbytes, ranks, stride = hop
-            self._known_seconds[hop] = collective_seconds(self._machine, kind, nbytes, ranks, stride)
-        return self._known_seconds[hop]
+    def gather_hops(self, unit: UnitSizes, is_stale: bool) -> list[Hop]:
+        """Return what the all-gather of partitioned parameters consists of. ``is_stale``: see [Note: inner shards]."""
+        hops = self.hops("all-gather", unit.gather_bytes)
+        return hops if is_stale or not self._sizes.placement.keeps_inner_shards else hops[:1]
+
+    def reduce_hops(self, unit: UnitSizes, parts: slice) -> list[Hop]:
+        """Return what the reduction of a unit's gradients consists of; 8-bit values go in all-to-alls.
+
+        ``parts``: of the hops, the one inside the inner axis being the first.
+        """
+        kind = "reduce-scatter" if self._sizes.shard_count > 1 else "all-reduce"
+        exact, payloads = self.hops(kind, unit.exact_reduce_bytes), unit.reduce_payload_bytes
+        payloads = payloads if len(payloads) == len(exact) else payloads * len(exact)  # or one axis has one rank
+        quantized = [
+            hop._replace(kind="all-to-all", nbytes=nbytes) for hop, nbytes in zip(exact, payloads, strict=True)
+        ]
+        return exact[parts] + quantized[parts]
+
+    def refresh_hops(self, unit: UnitSizes) -> list[Hop]:
+        """Return what gathers a unit's unsharded parameters after an update; empty if every rank updates them all."""
+        is_gathered = self._sizes.shard_count > 1 and not self._sizes.placement.parameters
+        return self.hops("all-gather", unit.refresh_bytes) if is_gathered else []
+
+    def whole_hops(self, whole: WholeSizes) -> list[Hop]:
+        """Return what exchanges the parameters that are updated as a whole."""
+        hops = self.hops("all-to-all", whole.to_owner_bytes) + self.hops("all-to-all", whole.from_owner_bytes)
+        return [*hops, Hop("all-gather", "all-gather", whole.tensor_bytes, self._conditions.tensor, 1)]
+
+    def average_hop(self, nbytes: float) -> Hop:
+        """Return the all-reduce over the replicas that train alone."""
+        ranks = self._conditions.average_ranks
+        return Hop("replica average", "all-reduce", nbytes, ranks, self._conditions.ranks // ranks)
+
+    def average_hops(self) -> list[Hop]:
+        """Return what an average of the replicas consists of; unsharded parameters are gathered once more."""
+        averages = [self.average_hop(unit.average_bytes) for unit in self._sizes.units if unit.average_bytes]
+        return averages + [hop for unit in self._sizes.units for hop in self.refresh_hops(unit)]
 
 
 class _StepSimulator:
@@ -224,12 +325,13 @@ class _StepSimulator:
 
     def __init__(self, cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> None:
         self._cost, self._sizes, self._machine, self._conditions = cost, sizes, machine, conditions
-        self._data_ranks = conditions.ranks // conditions.tensor
+        self._data_ranks = conditions.replica_ranks
         self._local_ranks = machine.local_ranks(conditions.ranks)  # they share a node's host memory and disk
         self._unshard_order = UnshardOrder(cost.spans)
         self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self._traffic: dict[str, float] = {}
-        self._mesh = _Mesh(sizes, machine, conditions)
+        self._mesh = Mesh(sizes, conditions)
+        self._known_seconds: dict[Hop, float] = {}
         self._time = _Timelines()
         self._all_gather_done_at: dict[int, float] = {}  # units in all-gather → when they are unsharded
         self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
@@ -336,8 +438,8 @@ class _StepSimulator:
     def _start_all_gather(self, unit: int) -> None:
         if unit in self._all_gather_done_at:
             return
-        sizes, ready = self._sizes.units[unit], max(self._time.compute, self._time.host, self._time.all_gather)
-        ready = max(ready, self._updated_params_at.get(unit, 0.0))
+        sizes, updated_at = self._sizes.units[unit], self._updated_params_at.get(unit, 0.0)
+        ready = max(self._time.compute, self._time.host, self._time.all_gather, updated_at)
         if sizes.param_tier != "device":
             if sizes.param_tier == "disk":
                 ready += sizes.shard_bytes * self._local_ranks / self._machine.disk_read
@@ -345,19 +447,15 @@ class _StepSimulator:
             self._time.h2d = max(self._time.h2d, ready) + sizes.shard_bytes / self._machine.pcie
             self._count_traffic("pcie", sizes.shard_bytes)
             ready = self._time.h2d
-        ready += sizes.cast_bytes / self._machine.bandwidth
-        hops = self._mesh.hops("all-gather", sizes.full_bytes)
-        if self._sizes.placement.keeps_inner_shards and unit not in self._stale_inner_shards:
-            hops = hops[:1]
+        is_stale = unit in self._stale_inner_shards
+        if is_stale or not self._sizes.placement.keeps_inner_shards:
+            ready += sizes.cast_bytes / self._machine.bandwidth
+        hops = self._mesh.gather_hops(sizes, is_stale)
         self._stale_inner_shards.discard(unit)
-        self._time.all_gather = self._schedule(ready, hops)
-        self._all_gather_done_at[unit] = self._time.all_gather
+        done = self._schedule(ready, hops) + sizes.dequantize_bytes / self._machine.bandwidth
+        self._time.all_gather = self._all_gather_done_at[unit] = done
 
-    def _schedule_collective(self, ready: float, kind: str, nbytes: float) -> float:
-        """Return when a collective that can start at ``ready`` ends, with all its hops."""
-        return self._schedule(ready, self._mesh.hops(kind, nbytes))
-
-    def _schedule(self, ready: float, hops: list[_Hop]) -> float:
+    def _schedule(self, ready: float, hops: list[Hop]) -> float:
         """Return when hops that can start at ``ready`` end: all-gathers and reductions share the network."""
         seconds = sum(map(self._hop_seconds, hops))
         if not seconds:
@@ -365,16 +463,14 @@ class _StepSimulator:
         self._time.network = max(self._time.network, ready) + seconds
         return self._time.network
 
-    def _collective_seconds(self, kind: str, nbytes: float) -> float:
-        """Count the traffic of a data-parallel collective and return its seconds."""
-        return sum(map(self._hop_seconds, self._mesh.hops(kind, nbytes)))
-
-    def _hop_seconds(self, hop: _Hop) -> float:
+    def _hop_seconds(self, hop: Hop) -> float:
         """Count the traffic of a hop and return its seconds."""
-        if hop.ranks == 1 or not hop.nbytes:
+        if not hop.counted_bytes:
             return 0.0
-        self._count_traffic(hop.name, hop.nbytes * (2 if hop.kind == "all-reduce" else 1))
-        return self._mesh.seconds(hop)
+        self._count_traffic(hop.name, hop.counted_bytes)
+        if hop not in self._known_seconds:
+            self._known_seconds[hop] = hop.seconds(self._machine)
+        return self._known_seconds[hop]
 
     def _post_backward(self, unit: int, is_last: bool) -> None:
         """Reduce a unit's gradients during computation: pack them, or add them to the accumulated gradients first."""
@@ -383,7 +479,7 @@ class _StepSimulator:
         if not self._sizes.placement.gradients:
             self._time.compute += 2 * sizes.grad_bytes / self._machine.bandwidth
             if is_last and self._conditions.reduces_in_backward:  # see [Note: reducing in the last backward]
-                self._reduce_local_sum(unit)
+                self._reduce_sum(unit)
             return
         self._wait_until("reduce", self._time.reduce)
         copied = sizes.grad_bytes + sizes.reduce_bytes - 2 * sizes.in_place_grad_bytes
@@ -391,29 +487,34 @@ class _StepSimulator:
         if not sizes.side_stream_grad_bytes:  # see [Note: packing on the compute stream]
             self._wait_until("launch", self._time.host)
             self._time.compute = begin
-        self._time.reduce = self._schedule_collective(begin, "reduce-scatter", sizes.reduce_bytes)
-        if sizes.offloaded_grad_bytes:
+        stays_inside = self._sizes.placement.keeps_inner_sums and not (is_last and self._conditions.reduces_in_backward)
+        self._time.reduce = self._schedule_reduction(begin, sizes, INNER_HOP if stays_inside else ALL_HOPS)
+        if sizes.offloaded_grad_bytes and not stays_inside:
             self._time.reduce += sizes.offloaded_grad_bytes / self._machine.pcie
             self._count_traffic("pcie", sizes.offloaded_grad_bytes)
             self._grad_offloaded_at[unit] = self._time.reduce
 
-    def _reduce_local_sum(self, unit: int) -> None:
-        """Reduce a unit's accumulated gradients during computation."""
-        kind = "reduce-scatter" if self._sizes.shard_count > 1 else "all-reduce"
+    def _reduce_sum(self, unit: int) -> None:
+        """Reduce a unit's accumulated gradients, or its inner sums, during computation."""
         begin = max(self._time.compute, self._time.host, self._time.reduce)
-        self._time.reduce = self._schedule_collective(begin, kind, self._sizes.units[unit].reduce_bytes)
+        hops = OUTER_HOP if self._sizes.placement.keeps_inner_sums else ALL_HOPS
+        self._time.reduce = self._schedule_reduction(begin, self._sizes.units[unit], hops)
+
+    def _schedule_reduction(self, ready: float, sizes: UnitSizes, hops: slice) -> float:
+        """Return when the gradients of a unit are reduced, with the kernels that quantize and sum 8-bit values."""
+        ready += sizes.reduce_kernel_bytes / self._machine.bandwidth
+        return self._schedule(ready, self._mesh.reduce_hops(sizes, hops))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Update the states on the device, start the offloaded updates, and all-gather the new parameters."""
-        sizes, machine = self._sizes, self._machine
-        if not (sizes.placement.gradients or self._conditions.reduces_in_backward):
+        sizes, machine, placement = self._sizes, self._machine, self._sizes.placement
+        if not self._conditions.reduces_in_backward and (placement.keeps_inner_sums or not placement.gradients):
             for unit in range(len(sizes.units)):
-                self._reduce_local_sum(unit)
+                self._reduce_sum(unit)
             self._wait_until("reduce", self._time.reduce)
-        trainable = sum(unit.trained_numel for unit in sizes.units)
-        on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
+        on_device = sum(unit.trained_numel - sum(unit.offloaded_numel.values()) for unit in sizes.units)
         if sizes.whole is not None:
             on_device -= sizes.whole.shard_numel
         busy = on_device * sizes.update_bytes_per_element / machine.bandwidth
@@ -427,18 +528,13 @@ class _StepSimulator:
         self._updated_params_at.clear()
         self._stale_inner_shards.update(i for i, unit in enumerate(sizes.units) if unit.trained_numel)
         self._update_offloaded()
-        if sizes.shard_count > 1 and not sizes.placement.parameters:
-            self._all_gather_params()
+        self._all_gather_params()
 
     def _whole_seconds(self, whole: WholeSizes) -> float:
         """Return the seconds of the fullest owner: exchange, update, exchange, as if none of them overlapped."""
         machine = self._machine
-        seconds = self._collective_seconds("all-to-all", whole.to_owner_bytes)
-        seconds += self._collective_seconds("all-to-all", whole.from_owner_bytes)
-        if whole.tensor_bytes:
-            self._count_traffic("all-gather", whole.tensor_bytes)
-            seconds += collective_seconds(machine, "all-gather", whole.tensor_bytes, self._conditions.tensor)
-        seconds += whole.loads.fullest_elements * UPDATE_BYTES_PER_ELEMENT / machine.bandwidth
+        seconds = sum(map(self._hop_seconds, self._mesh.whole_hops(whole)))
+        seconds += whole.update_bytes / machine.bandwidth
         precision = "bf16" if "bf16" in machine.flops else "fp32"
         return seconds + (machine.matmul_seconds(flops, precision) if (flops := max(whole.loads.flops)) else 0.0)
 
@@ -478,9 +574,8 @@ class _StepSimulator:
         """All-gather the updated shards of unsharded parameters; the next forward waits unit by unit."""
         self._time.all_gather = max(self._time.all_gather, self._time.compute, self._time.host)
         for unit in dict.fromkeys(self._unshard_order.forward):
-            if self._sizes.units[unit].trained_numel:
+            hops = self._mesh.refresh_hops(self._sizes.units[unit])
+            if hops and self._sizes.units[unit].trained_numel:
                 self._time.all_gather = max(self._time.all_gather, self._updated_params_at.get(unit, 0.0))
-                self._time.all_gather = self._schedule_collective(
-                    self._time.all_gather, "all-gather", self._sizes.units[unit].full_bytes
-                )
+                self._time.all_gather = self._schedule(self._time.all_gather, hops)
                 self._updated_params_at[unit] = self._time.all_gather

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 
@@ -19,6 +21,12 @@ class Strategy:
     """Size of the outer axis of a 2-D mesh of data-parallel ranks."""
     partition: str = "hybrid"
     """How such a mesh divides the states: see :class:`zeroshard.Config`."""
+    gather_dtype: str | None = None
+    """In which 8-bit dtype parameters are all-gathered; None: in the compute dtype."""
+    reduce_wire: str | None = None
+    """In which 8-bit dtype gradients are sent; None: in the reduce dtype."""
+    local_steps: int = 1
+    """After how many steps replicas that train alone are averaged; 1: they never train alone."""
     tensor: int = 1
     """Tensor-parallel degree."""
     checkpoint: CheckpointMode = "none"
@@ -35,15 +43,55 @@ class Strategy:
     def shard_options(self) -> dict[str, Any]:
         """The options for :func:`zeroshard.shard`; replicas and the tensor degree are part of the mesh.
 
-        >>> Strategy(stage=2).shard_options
-        {'stage': 2, 'partition': 'hybrid', 'offload': None}
+        >>> list(Strategy(stage=2).shard_options)
+        ['stage', 'partition', 'offload', 'gather_dtype', 'reduce_wire', 'local_steps']
         """
-        return {"stage": self.stage, "partition": self.partition, "offload": self.offload}
+        names = ("stage", "partition", "offload", "gather_dtype", "reduce_wire", "local_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def config(self, options: Mapping[str, Any]) -> Config:
+        """Return all options of :func:`zeroshard.shard`: those of the strategy, and ``options`` that it leaves open.
+
+        >>> Strategy(stage=2).config({"precision": "bf16", "error_feedback": True}).error_feedback
+        False
+        """
+        found = {**options, **self.shard_options}
+        if self.reduce_wire is None:
+            found.pop("error_feedback", None)  # belongs to 8-bit reductions
+        if self.local_steps == 1:
+            found.pop("outer_optimizer", None)  # belongs to local steps
+        return Config(**found)
 
     @property
-    def key(self) -> tuple[int, int, int, str, str, str]:
+    def key(self) -> tuple[int | str, ...]:
         """Identify the strategy without its batch sizes."""
-        return self.tensor, self.stage, self.replicas, self.partition, self.offload_summary, self.checkpoint
+        mesh = self.tensor, self.stage, self.replicas, self.partition, self.local_steps
+        return *mesh, self.wire_summary, self.offload_summary, self.checkpoint
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether collectives move 8-bit values: then the numbers are not those of other strategies."""
+        return self.gather_dtype is not None or self.reduce_wire is not None
+
+    def average_ranks(self, data_ranks: int) -> int:
+        """Return how many replicas are averaged: the rows of the mesh, or without it, all data-parallel ranks.
+
+        >>> Strategy(stage=0, local_steps=8).average_ranks(4), Strategy(replicas=2).average_ranks(4)
+        (4, 1)
+        """
+        if self.local_steps == 1:
+            return 1
+        return self.replicas if self.replicas > 1 else data_ranks
+
+    @property
+    def wire_summary(self) -> str:
+        """The collectives that move 8-bit values, as short text; empty if none does.
+
+        >>> Strategy(gather_dtype="int8", reduce_wire="int8").wire_summary, Strategy(reduce_wire="fp8").wire_summary
+        ('int8 gathers, int8 reductions', 'fp8 reductions')
+        """
+        kinds = {"gathers": self.gather_dtype, "reductions": self.reduce_wire}
+        return ", ".join(f"{dtype} {kind}" for kind, dtype in kinds.items() if dtype is not None)
 
     @property
     def checkpoint_options(self) -> dict[str, Any] | None:
@@ -79,6 +127,10 @@ class Strategy:
         parts = [f"stage {self.stage}"]
         if self.replicas > 1:
             parts.append(f"{self.partition} over {self.replicas} replicas")
+        if self.local_steps > 1:
+            parts.append(f"averaged every {self.local_steps} steps")
+        if self.is_lossy:
+            parts.append(self.wire_summary)
         if self.tensor > 1:
             parts.append(f"tensor {self.tensor}")
         if self.checkpoint != "none":

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zeroshard.config.config import Config
 from zeroshard.optim import MAX_STACKED_NUMEL
 from zeroshard.planner.depth_extrapolation import (
     NonUniformBlocksError,
@@ -101,8 +100,13 @@ class TracedModel:
     def __init__(
         self, model: nn.Module, loop: TrainingLoop = DEFAULT_LOOP, *, group_small_blocks: bool = True, **options: Any
     ) -> None:
+        for name in Strategy().shard_options:
+            if name in options:
+                raise ValueError(
+                    f"{name} is part of a strategy, and would be ignored here: leave it out, or plan with it"
+                )
         self.model, self.loop, self.options = model, loop, options
-        self._config = Config(**options)
+        self._config = Strategy().config(options)  # for options that are not part of a strategy
         self._unit_specs = plan_units(model, self._config.units, self._config.bucket_size, group_small_blocks)
         # see [Note: small blocks]
         is_ungrouped = all(spec.block_count == 1 for spec in self._unit_specs if spec.is_block)
@@ -223,6 +227,9 @@ class TracedModel:
         return self._traces[key]
 
     def _trace_model(self, model: nn.Module, key: TraceKey) -> Trace:
+        # these belong to options of a strategy, which no trace depends on
+        belong = ("error_feedback", "outer_optimizer")
+        options = {name: value for name, value in self.options.items() if name not in belong}
         return trace_model(
             model,
             self.loop.inputs,
@@ -230,7 +237,7 @@ class TracedModel:
             loss=self.loop.loss,
             partition_activations=self.loop.partition_activations,
             **key._asdict(),
-            **self.options,
+            **options,
         )
 
     def verify_extrapolation(self, strategy: Strategy, machine: Machine) -> bool:
@@ -250,8 +257,8 @@ class TracedModel:
 
     def state_sizes(self, strategy: Strategy, ranks: int, on_gpu: bool) -> StateSizes:
         """Return the state sizes of a strategy on one rank."""
-        mesh = strategy.replicas, strategy.partition, strategy.tensor
-        key = (strategy.stage, mesh, repr(strategy.offload), ranks, on_gpu)
+        mesh = strategy.replicas, strategy.partition, strategy.tensor, strategy.local_steps
+        key = (strategy.stage, mesh, strategy.wire_summary, repr(strategy.offload), ranks, on_gpu)
         if key not in self._state_sizes:
             self._state_sizes[key] = self._compute_state_sizes(strategy, ranks, on_gpu)
         return self._state_sizes[key]
@@ -265,7 +272,7 @@ class TracedModel:
             return extrapolate_state_sizes(low, high, self.layers - TRACED_DEPTHS[1], self._config.bucket_size)
         return state_sizes(
             self.model,
-            Config(**{**self.options, **strategy.shard_options}),
+            strategy.config(self.options),
             ranks=ranks // strategy.replicas,
             tensor=strategy.tensor,
             optimizer_states=self.loop.optimizer_states,
@@ -300,7 +307,8 @@ class TracedModel:
             keeps_inputs_on_host=strategy.checkpoint == "host",
             workspace_bytes=machine.workspace * (1 if self._config.defragment else 2),  # see [Note: one workspace]
             scratch_bytes=scratch_bytes,
-            has_persistent_grads=strategy.accumulate > 1 or strategy.offload is not None,
+            has_persistent_grads=(strategy.accumulate > 1 and not sizes.placement.keeps_inner_sums)
+            or strategy.offload is not None,
             is_accumulating=strategy.accumulate > 1,
             reduces_in_backward=self._config.backwards != 0,
         )
@@ -318,6 +326,9 @@ class TracedModel:
             reduces_in_backward=self._config.backwards != 0,
             has_clipping=self.loop.has_clipping,
             kept_input_bytes=sum(traced.trace.kept_input_bytes) if strategy.checkpoint == "host" else 0.0,
+            local_steps=strategy.local_steps,
+            average_ranks=strategy.average_ranks(ranks // strategy.tensor),
+            shares_loss_scale=self._config.precision == "fp16",
         )
         return step_time(traced.cost, self.state_sizes(strategy, ranks, not machine.is_cpu), machine, conditions)
 

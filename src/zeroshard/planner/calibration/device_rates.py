@@ -131,20 +131,25 @@ def attention_rate(device: torch.device, precision: str, seconds: float) -> floa
     batch, heads, length, width = ATTENTION_SHAPES[device.type]
     # Two matmuls in forward and five in backward; the causal mask halves them.
     flops = 7 * batch * heads * length**2 * width
-    return flops / device_seconds(_attention_run(device, precision), device, seconds)
+    run = _attention_run(device, precision, ATTENTION_SHAPES[device.type])
+    return flops / device_seconds(run, device, seconds)
 
 
 def has_attention(device: torch.device, precision: str) -> bool:
-    """Return whether torch can compute attention in this precision; some CPUs only support matmuls in it."""
+    """Return whether torch can compute attention in this precision; some CPUs only support matmuls in it.
+
+    One head selects the kernel that several do, and takes less than a second where bf16 is slow.
+    """
+    _, _, length, width = ATTENTION_SHAPES[device.type]
     try:
-        _attention_run(device, precision)()
+        _attention_run(device, precision, (1, 1, length, width))()
     except RuntimeError:
         return False
     return True
 
 
-def _attention_run(device: torch.device, precision: str) -> Callable[[], None]:
-    shape, dtype = ATTENTION_SHAPES[device.type], PRECISION_DTYPES[precision]
+def _attention_run(device: torch.device, precision: str, shape: tuple[int, ...]) -> Callable[[], None]:
+    dtype = PRECISION_DTYPES[precision]
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
 

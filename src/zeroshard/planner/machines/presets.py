@@ -58,6 +58,7 @@ _A100: Final[dict[str, Any]] = {
 _H100: Final[dict[str, Any]] = {
     **_A100,
     "flops": {"fp32": 67 * TFLOPS, "bf16": 989.4 * TFLOPS, "fp16": 989.4 * TFLOPS},  # H100 SXM data sheet, dense
+    "fp8_flops": 1979 * TFLOPS,
     "efficiency": {"share": 0.7, "half": 2e9},
     "attention": 0.2,
     "bandwidth": MEMORY_BANDWIDTH_FRACTION * 3350 * GB,

@@ -6,33 +6,40 @@ rank holds, how long collectives take (``machines/collective_time.py``), and how
 Each device has the same work for every number of devices (weak scaling), unless ``batch`` fixes the work of all devices
 together (strong scaling). A stage *stops scaling* at the first number of devices where the throughput per device falls
 below a given fraction of the stage's best.
+
+A *series* has one point for each number of devices: a stage, on one axis of data-parallel ranks or on a 2-D mesh, with
+or without collectives in 8 bits and local steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import Plan, evaluate_strategy, fastest_or_smallest
-from zeroshard.planner.search import STAGES, SearchSpace, candidate_strategies
+from zeroshard.planner.search import EXACT, STAGES, SearchSpace, candidate_strategies
+from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 
 DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
-WAIT_KINDS = ("tensor", "gather", "reduce", "update", "launch")
+WAIT_KINDS = ("tensor", "gather", "reduce", "update", "average", "launch")
+NODES = "nodes"  # as many replicas as there are nodes
 GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput per device
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The plan of one stage on one number of devices."""
+    """The plan of one series on one number of devices."""
 
     plan: Plan
+    series: str
+    """What the points of a series have in common: "stage 3", "stage 3, hierarchical"."""
 
     @property
     def devices(self) -> int:
@@ -61,7 +68,7 @@ class ScalingPoint:
 
     @property
     def time_fractions(self) -> dict[str, float]:
-        """Fractions of the step time: "compute", "tensor", "gather", "reduce", "update", "launch".
+        """Fractions of the step time: "compute", "tensor", "gather", "reduce", "update", "average", "launch".
 
         Only communication that does not overlap with computation counts. All remaining time is "compute".
         """
@@ -72,7 +79,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class StageScaling:
-    """The numbers of devices between which one stage scales."""
+    """The numbers of devices between which one series scales."""
 
     stage: int
     fits_from: int | None
@@ -85,22 +92,33 @@ class StageScaling:
     """The first number of devices above the best point with less than 90 % of its throughput; None if there is none."""
     under_50_percent: int | None
     """The same for 50 %."""
+    series: str
+    """As in :class:`ScalingPoint`."""
 
 
 @dataclass(frozen=True)
 class ScalingSimulation:
-    """The results of a sweep over devices and stages."""
+    """The results of a sweep over devices and series."""
 
     model: str
     parameters: int
     machine: Machine
     precision: str
     points: tuple[ScalingPoint, ...]
-    """Sorted by stage, then by devices."""
+    """Sorted by stage, then by series, then by devices."""
+    sweep: _Sweep = field(repr=False, compare=False)
+
+    def with_network(self, gigabits: float) -> ScalingSimulation:
+        """Simulate the same with another rate between nodes: see :meth:`zeroshard.planner.Machine.with_network`."""
+        return self.sweep.run(self.machine.with_network(gigabits))
 
     def points_of_stage(self, stage: int) -> list[ScalingPoint]:
-        """Return the points of one stage, sorted by devices."""
+        """Return the points of one stage, of one series after the other."""
         return [point for point in self.points if point.stage == stage]
+
+    def points_of_series(self, series: str) -> list[ScalingPoint]:
+        """Return the points of one series, sorted by devices."""
+        return [point for point in self.points if point.series == series]
 
     @property
     def stages(self) -> list[int]:
@@ -108,15 +126,21 @@ class ScalingSimulation:
         return sorted({point.stage for point in self.points})
 
     @property
+    def series(self) -> list[str]:
+        """The simulated series."""
+        return list(dict.fromkeys(point.series for point in self.points))
+
+    @property
     def scaling(self) -> list[StageScaling]:
-        """Where each stage stops scaling: see [Note: simulating scaling]."""
-        return [_stage_scaling(stage, self.points_of_stage(stage)) for stage in self.stages]
+        """Where each series stops scaling: see [Note: simulating scaling]."""
+        return [_stage_scaling(self.points_of_series(series)) for series in self.series]
 
 
-def _stage_scaling(stage: int, points: Sequence[ScalingPoint]) -> StageScaling:
+def _stage_scaling(points: Sequence[ScalingPoint]) -> StageScaling:
+    stage, series = points[0].stage, points[0].series
     fitting = [point for point in points if point.fits]
     if not fitting:
-        return StageScaling(stage, None, None, None, None, None)
+        return StageScaling(stage, None, None, None, None, None, series)
     best = max(fitting, key=lambda point: point.samples_per_second_per_device)
     beyond = [point for point in fitting if point.devices > best.devices]
 
@@ -126,7 +150,7 @@ def _stage_scaling(stage: int, points: Sequence[ScalingPoint]) -> StageScaling:
 
     under_90, under_50 = first_under(GOOD_FRACTION), first_under(HALF_FRACTION)
     good = [point.devices for point in beyond if under_90 is None or point.devices < under_90]
-    return StageScaling(stage, fitting[0].devices, best, max(good, default=best.devices), under_90, under_50)
+    return StageScaling(stage, fitting[0].devices, best, max(good, default=best.devices), under_90, under_50, series)
 
 
 def simulate(
@@ -141,6 +165,11 @@ def simulate(
     sequence: int | None = None,
     loss: LossFn = None,
     stages: Iterable[int] = STAGES,
+    replicas: int | str | Sequence[int | str] = 1,
+    partition: str | Sequence[str] | None = None,
+    gather_dtype: str | Sequence[str] = EXACT,
+    reduce_wire: str | Sequence[str] = EXACT,
+    local_steps: int | Sequence[int] = 1,
     tensor: int = 1,
     checkpoint: CheckpointMode = "none",
     offload: Any = None,
@@ -153,6 +182,11 @@ def simulate(
     :func:`zeroshard.plan`. ``micro_batch`` is the number of samples per data-parallel rank and backward; the default is
     the fastest power of two that fits. ``batch`` is the total over all devices, the same for every number of devices.
     Numbers of devices that do not divide it, or that are not a multiple of ``tensor``, are skipped.
+
+    ``replicas`` are the rows of a 2-D mesh, or several numbers of them; 1 is one axis, "nodes" one row per node.
+    ``partition`` is how such a mesh divides the states, by default every way that differs. ``gather_dtype`` and
+    ``reduce_wire`` are "none", "int8", "fp8", or several of them. ``local_steps`` are numbers of steps after which the
+    ``replicas``, or in stage 0 without any, all ranks, are averaged. Each combination is a series of its own.
 
     >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
@@ -172,27 +206,96 @@ def simulate(
     valid_counts = [count for count in counts if count % tensor == 0]
     if not valid_counts:
         raise ValueError(f"no number of devices is a multiple of the tensor degree ({tensor}), got {counts}")
+    rows: list[Any] = _as_list(replicas)
+    counted = [row for row in rows if row != NODES]
+    space = SearchSpace(
+        batch=batch,
+        micro_batches=None if micro_batch is None else (micro_batch,),
+        stages=sorted_stages,
+        replicas=counted or None if rows else (),
+        partitions=None if partition is None else _as_list(partition),
+        gather_dtypes=_as_list(gather_dtype),
+        reduce_wires=_as_list(reduce_wire),
+        local_steps=_as_list(local_steps),
+        tensors=(tensor,),
+        checkpoints=(checkpoint,),
+        offloads=[offload],
+    )
     loop = TrainingLoop(inputs=inputs, loss=loss, sequence=sequence, has_clipping=clip)
-    traced_model = TracedModel(model, loop, **options)
-    points = []
-    for stage in sorted_stages:
-        space = SearchSpace(
-            batch=batch,
-            micro_batches=None if micro_batch is None else (micro_batch,),
-            stages=(stage,),
-            replicas=(1,),
-            tensors=(tensor,),
-            checkpoints=(checkpoint,),
-            offloads=[offload],
+    return _Sweep(TracedModel(model, loop, **options), space, valid_counts, rows).run(machine)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (int, str)) else list(value)
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What is simulated, apart from the machine."""
+
+    traced_model: TracedModel
+    space: SearchSpace
+    counts: list[int]  # of devices
+    rows: list[int | str]  # of 2-D meshes, or NODES
+
+    def run(self, machine: Machine) -> ScalingSimulation:
+        """Simulate all series on all numbers of devices."""
+        points = [
+            point
+            for stage in self.space.stages
+            for count in self.counts
+            for point in _simulate_stage(
+                self.traced_model, count, machine, replace(self.space, stages=(stage,)), self.rows
+            )
+        ]
+        if not points:
+            batch, is_plain = self.space.batch, self.space.partitions is None and self.rows == [1]
+            exact = all(EXACT in (dtypes or ()) for dtypes in (self.space.gather_dtypes, self.space.reduce_wires))
+            exact = exact and 1 in self.space.local_steps
+            what = "the options that are given" if is_plain and not exact else "such a mesh"
+            raise ValueError(
+                f"batch {batch} cannot be divided evenly over any of {self.counts} devices: change one"
+                if is_plain and exact
+                else f"none of {self.counts} devices supports {what} and divides the batch ({batch}) evenly: change one"
+            )
+        series = list(dict.fromkeys(point.series for point in points))
+        points.sort(key=lambda point: (point.stage, series.index(point.series)))
+        model, precision = self.traced_model, self.traced_model.options["precision"]
+        return ScalingSimulation(
+            type(model.model).__name__, model.parameters, machine, precision, tuple(points), sweep=self
         )
-        for count in valid_counts:
-            strategies = candidate_strategies(traced_model, count, machine, space)
-            plans = [evaluate_strategy(traced_model, strategy, count, machine) for strategy in strategies]
-            if plans:
-                points.append(ScalingPoint(fastest_or_smallest(plans)))
-    if not points:
-        raise ValueError(f"batch {batch} cannot be divided evenly over any of {valid_counts} devices: change one")
-    return ScalingSimulation(type(model).__name__, traced_model.parameters, machine, precision, tuple(points))
+
+
+def _simulate_stage(
+    traced_model: TracedModel, devices: int, machine: Machine, space: SearchSpace, rows: Sequence[int | str]
+) -> Iterator[ScalingPoint]:
+    """Yield a point for each mesh of this number of devices, kind of 8-bit collectives and number of local steps."""
+    shown: set[tuple[int, str, str, int]] = set()
+    for row in rows:
+        count = machine.nodes(devices) if row == NODES else int(row)
+        if devices // (space.tensors or (1,))[0] % count:
+            continue
+        plans: dict[tuple[str, str, int], list[Plan]] = {}  # by partition, 8-bit collectives and local steps
+        for strategy in candidate_strategies(traced_model, devices, machine, replace(space, replicas=(count,))):
+            found = evaluate_strategy(traced_model, strategy, devices, machine)
+            series = strategy.partition, strategy.wire_summary, strategy.local_steps
+            plans.setdefault(series, []).append(found)
+        for (partition, wire, steps), of_series in plans.items():
+            key = (count, partition if count > 1 else "", wire, steps)
+            if key not in shown:
+                shown.add(key)
+                best = fastest_or_smallest(of_series)
+                yield ScalingPoint(best, _series(best.strategy, names_count=row != NODES))
+
+
+def _series(strategy: Strategy, names_count: bool) -> str:
+    """Return what a strategy has in common with those for other numbers of devices."""
+    parts = [f"stage {strategy.stage}"]
+    if strategy.replicas > 1:
+        parts.append(strategy.partition + (f" over {strategy.replicas} replicas" if names_count else ""))
+    if strategy.local_steps > 1:
+        parts.append(f"local steps {strategy.local_steps}")
+    return ", ".join([*parts, strategy.wire_summary] if strategy.is_lossy else parts)
 
 
 def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from zeroshard.planner.tracing.trace import OpKind
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+FLOAT8_PRODUCTS = (torch.ops.aten._scaled_mm.default,)  # their results are bf16
 
 _ATTENTION_INFIX = "_attention"
 _LOOKUP_OPS = ("embedding", "index", "index_select", "gather", "take_along_dim")  # read what they return, not the table

@@ -15,6 +15,7 @@ from zeroshard.engine import ForwardRecord, ModuleCall, Schedule
 from zeroshard.planner.tracing.meta_device import KnownValues
 from zeroshard.planner.tracing.op_cost import (
     DTYPE_NAMES,
+    FLOAT8_PRODUCTS,
     iter_tensors,
     op_flops,
     op_kind,
@@ -110,7 +111,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "nothing" and not (allocated or freed):
             return result
         dtypes = (tensor.dtype for tensor in iter_tensors((result, args)) if tensor.is_floating_point())
-        dtype = DTYPE_NAMES.get(next(dtypes, torch.int64), "other")
+        dtype = "fp8" if func in FLOAT8_PRODUCTS else DTYPE_NAMES.get(next(dtypes, torch.int64), "other")
         cost: dict[str, float] = {}
         if kind != "nothing":
             cost["flops"] = op_flops(func, args, kwargs, result)

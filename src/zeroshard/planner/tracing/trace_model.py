@@ -16,13 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.activations import CheckpointedForward, checkpointed_forwards, flatten_arguments, select_blocks
 from zeroshard.config.config import Config
+from zeroshard.float8 import install_float8_layers
 from zeroshard.planner.tracing.inputs import Inputs, LossError, LossFn, compute_loss, model_arguments
 from zeroshard.planner.tracing.meta_device import FusedAttentionMode, KnownValues
 from zeroshard.planner.tracing.op_cost import iter_tensors
 from zeroshard.planner.tracing.recorder import OpRecorder, ScheduleRecorder
 from zeroshard.planner.tracing.tp_collectives import hook_tp_collectives
 from zeroshard.planner.tracing.trace import Trace
-from zeroshard.sharding import Precision, find_cast_blocks, find_repeated_blocks, plan_units
+from zeroshard.sharding import Precision, find_cast_blocks, find_float8_layers, find_repeated_blocks, plan_units
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.utils.tree import cast_floats, tree_map_tensors
 
@@ -163,6 +164,9 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
         meta_model.train()
     if plan is not None:
         hook_tp_collectives(meta_model, plan, tensor, recorder)
+    float8 = find_float8_layers(model, config, precision, tp_shards)
+    if float8 is not None:
+        install_float8_layers(meta_model, float8.names, {})
     if config.compute_dtype is not None:
         _register_casts(meta_model, config, config.compute_dtype, precision.fp32_modules)
     return meta_model
