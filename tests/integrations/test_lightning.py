@@ -431,6 +431,9 @@ def test_what_cannot_be_done_says_so() -> None:
         ZeroStrategy().precision_plugin = object.__new__(pl.plugins.TransformerEnginePrecision)
     with pytest.raises(ValueError, match="no loss scale"):
         ZeroStrategy(precision="fp32").precision_plugin = MixedPrecision("16-mixed", "cpu")
+    ZeroStrategy(precision="fp8").precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    with pytest.raises(ValueError, match="'bf16-mixed', got '16-mixed'"):
+        ZeroStrategy(precision="fp8").precision_plugin = MixedPrecision("16-mixed", "cpu")
 
 
 def test_the_parts_of_lightning_that_the_strategies_use_are_there() -> None:

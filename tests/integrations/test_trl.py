@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from test_transformers import ADAPTER, assert_same, be_launched, history, weight
 
 import zeroshard
 
-pytest.importorskip("trl")
+if find_spec("trl") is None:  # not importorskip: it takes two seconds in every worker
+    pytest.skip("TRL is not installed", allow_module_level=True)
 WORDS = "a bird can sing of the red sun and we all hear it go by in June".split()
 
 

@@ -118,6 +118,7 @@ def test_nothing_in_a_file_leaves_nothing_open(line: str, tmp_path: Path) -> Non
     [
         ("--memory 40GB", "--memory can only be used with --auto"),
         ("--machine h100 --dry-run", "--machine can only be used with --auto"),
+        ("--allow-lossy", "--allow-lossy can only be used with --auto"),
         ("--memory 40GB --machine h100 --stage 2", "--memory and --machine can only be used with --auto"),
     ],
 )
@@ -238,6 +239,20 @@ def test_what_is_given_narrows_the_choice(tiny: str) -> None:
     assert found.batching(WORLD).accumulate == 2
     with pytest.raises(ValueError, match="assumes partitioned activations"):
         settled(read_options([*flags, "--tensor", "2", "--no-partition-activations"]))
+
+
+def test_8_bits_are_chosen_only_if_they_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "slow.json"
+    link = {"bandwidth": 1e5, "latency": 0.0}
+    path.write_text(json.dumps({"like": "cpu", "context": 0, "memory": "1GB", "inside": link, "outside": link}))
+    for flags, wire in (([], None), (["--allow-lossy"], "int8")):
+        options = read_options([*SMALL, "--auto", "--machine", str(path), "--no-recompute", *flags])
+        resolved, why, _ = settled(options)
+        assert resolved.sharding.reduce_wire == wire and ("change the numbers" in why) == (wire is not None)
+        assert not resolved.sharding.auto and not resolved.sharding.allow_lossy
+    options = read_options([*SMALL, "--auto", "--machine", str(path), "--no-recompute", "--gather-dtype", "fp8"])
+    resolved, _, _ = settled(options)
+    assert (resolved.sharding.stage, resolved.sharding.gather_dtype, resolved.sharding.reduce_wire) == (3, "fp8", None)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ RUN = {
     },
     "traffic": {"all-gather": {"count": 14, "bytes": 8 * PSI}, "reduce-scatter": {"count": 7, "bytes": 4 * PSI}},
     "paper_traffic": {"formula": "3Ψ", "bytes": 12 * PSI},
+    "predicted_traffic": {"step": {"all-gather": 8 * PSI, "reduce-scatter": 4 * PSI}, "average": {}},
     "samples": [{"step": 400, "prompt": "ROMEO:", "text": "ROMEO: I do."}],
     "checkpoints": ["step-000400"],
 }
@@ -209,8 +210,25 @@ def test_the_head_tells_the_figures_of_the_run(full: Dom) -> None:
     assert "Time 1 min 11 s 40 steps, 81.9k tokens" in text
 
 
-def test_traffic_is_held_against_the_formula(full: Dom) -> None:
-    assert "One step moved 12.72 MB through each rank, 1.00 × the 3Ψ (12.72 MB)" in full.text()
+def test_traffic_is_held_against_the_options_and_the_formula(full: Dom, tmp_path: Path) -> None:
+    moved = "One step moved 12.72 MB through each rank, 1.00 × the "
+    assert f"{moved}12.72 MB that the options of this run need, 1.00 × the 3Ψ (12.72 MB) of the" in full.text()
+    older = {key: value for key, value in RUN.items() if key != "predicted_traffic"}
+    text = page_of(make_run(tmp_path / "older", older)).text()
+    assert f"{moved}3Ψ (12.72 MB) of the ZeRO paper" in text and "options of this run need" not in text
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_a_step_with_an_average_is_held_against_one(is_averaged: bool, tmp_path: Path) -> None:
+    predicted = {"step": {"reduce-scatter": 4 * PSI}, "average": {"replica average": 8 * PSI}}
+    traffic = {"reduce-scatter": {"count": 7, "bytes": 4 * PSI}}
+    if is_averaged:
+        traffic["replica average"] = {"count": 7, "bytes": 8 * PSI}
+    page = page_of(make_run(tmp_path, RUN | {"traffic": traffic, "predicted_traffic": predicted}))
+    assert f", 1.00 × the {'12.72' if is_averaged else '4.24'} MB that the options of this run need" in page.text()
+    assert ("8.48 MB, which this step includes" in page.text()) == is_averaged
+    names = {bar["name"] for bar in page.figures()["traffic"]["data"]}
+    assert names == {"reduce-scatter", "paper"} | ({"replica average"} if is_averaged else set())
 
 
 def test_a_rank_that_saves_nothing_is_not_said_to_save(tmp_path: Path) -> None:

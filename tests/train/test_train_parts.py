@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,15 @@ from zeroshard.train.flags import read_options
 from zeroshard.train.generation import generate_tokens
 from zeroshard.train.launch import describe_first_failure, launch
 from zeroshard.train.metrics import StepStatsReducer
-from zeroshard.train.options import Batching, DataOptions, ModelOptions, StepOptions, TrainingError, TrainOptions
+from zeroshard.train.options import (
+    Batching,
+    DataOptions,
+    ModelOptions,
+    ShardOptions,
+    StepOptions,
+    TrainingError,
+    TrainOptions,
+)
 from zeroshard.train.rank import ERROR_DIR_ENV, STOP_SIGNALS, first_slurm_host, launcher_environment, report_failure
 from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
 from zeroshard.train.run_record import paper_traffic
@@ -92,6 +101,28 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
     assert (options.sharding.stage, options.training.lr, options.training.steps) == (1, 0.25, 9)
     assert options.run.prompt == "-hi" and options.run.out == str(run.path)
     assert options.data.data == ("a b", "c") and options.model.recompute
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_steps": 4}, "set --replicas to their number, or use stage 0"),
+        ({"local_steps": 4, "replicas": 2, "partition": "full"}, "local_steps needs partition hybrid"),
+        ({"outer_lr": 0.7}, "outer_lr can only be used with local_steps above 1"),
+    ],
+)
+def test_local_steps_without_replicas_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardOptions(**options)
+
+
+def test_the_outer_optimizer_is_sgd_with_nesterov_momentum() -> None:
+    make = ShardOptions(local_steps=4, stage=0, outer_lr=0.7).outer_optimizer
+    assert make is not None
+    outer = make([torch.nn.Parameter(torch.zeros(1))])
+    assert isinstance(outer, torch.optim.SGD)
+    assert (outer.defaults["lr"], outer.defaults["momentum"], outer.defaults["nesterov"]) == (0.7, 0.9, True)
+    assert ShardOptions(local_steps=4, stage=0).outer_optimizer is None
 
 
 @pytest.mark.parametrize(("model", "name"), [("tiny", "tiny"), ("a/llama/", "llama"), ("a/llama/config.json", "llama")])

@@ -152,6 +152,7 @@ def test_memory_and_traffic_are_as_promised(runs: tuple[Path, Path, str]) -> Non
     assert found["paper_traffic"]["formula"] == "3Ψ/N_m + P_a"
     moved = sum(traffic["bytes"] for traffic in found["traffic"].values())
     assert moved == pytest.approx(found["paper_traffic"]["bytes"], rel=0.03)  # alignment of a model this small
+    assert moved == pytest.approx(sum(found["predicted_traffic"]["step"].values()), rel=0.002)
     assert found["traffic"]["activation gather"] == {"count": 2, "bytes": inputs}
     assert found["tensor_traffic"]["activations"]["bytes"] == inputs
     assert found["tensor_traffic"]["layers"]["bytes"] > 12 * inputs  # the paper's, and the vocabulary's

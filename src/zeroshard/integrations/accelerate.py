@@ -561,7 +561,8 @@ def _resolve_options(accelerator: Accelerator, zero: Mapping[str, Any] | zerosha
             "would get all data. On CPUs, pass cpu=True, or set ACCELERATE_USE_CPU=true"
         )
     if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f"ZeroAccelerator's mixed_precision is 'no', 'bf16' or 'fp16', got {precision!r}")
+        hint = ": pass zero={'precision': 'fp8'} instead" if precision == "fp8" else ""
+        raise ValueError(f"ZeroAccelerator's mixed_precision is 'no', 'bf16' or 'fp16', got {precision!r}{hint}")
     autocast = accelerator.__dict__["autocast_handler"]
     if autocast is not None and not autocast.enabled:  # DDP computes in fp32 then
         precision = "no"

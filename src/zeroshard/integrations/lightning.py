@@ -62,10 +62,11 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 def _check_options(zero: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of shard(); raise on those that Lightning decides."""
-    if zero.get("precision") not in (None, "fp32"):
+    if zero.get("precision") not in (None, "fp32", "fp8"):
         raise ValueError(
             f"precision={zero['precision']!r} is given to the strategy: give it to the Trainer or to Fabric, as "
-            "'bf16-mixed' or '16-mixed'. The strategy accepts only 'fp32': fp32 weights, and autocast as with DDP"
+            "'bf16-mixed' or '16-mixed'. The strategy accepts only 'fp32': fp32 weights, and autocast as with DDP; and "
+            "'fp8', with 'bf16-mixed'"
         )
     for name in ("mesh", "tensor_plan"):
         if name in zero:
@@ -87,8 +88,8 @@ def _shard_options(zero: Mapping[str, Any], precision: str, has_optimizer: bool)
     """
     options = dict(zero)
     given = options.pop("precision", None)
-    if given is None and has_optimizer and precision in ("bf16-mixed", "16-mixed"):
-        options["precision"] = "bf16" if precision == "bf16-mixed" else "fp16"
+    if given != "fp32" and has_optimizer and precision in ("bf16-mixed", "16-mixed"):
+        options["precision"] = given or ("bf16" if precision == "bf16-mixed" else "fp16")
     if not has_optimizer:
         options = _config_options(options, _SHARD_ARGUMENTS)
     return options
@@ -238,6 +239,11 @@ def _adapt_plugin(plugin: Any, known: Mapping[type[Any], Callable[[Any], Any]], 
         raise TypeError(
             f"the precision plugin {type(plugin).__name__} cannot be used with zeroshard: give precision='32-true', "
             "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true'"
+        )
+    if zero.get("precision") == "fp8" and plugin.precision != "bf16-mixed":
+        raise ValueError(
+            "precision='fp8' of the strategy computes in bf16 between the float8 layers: give the Trainer or Fabric "
+            f"precision='bf16-mixed', got {plugin.precision!r}"
         )
     if zero.get("precision") == "fp32" and plugin.precision == "16-mixed":
         raise ValueError(

@@ -39,6 +39,11 @@ def resolve_auto(
     constraints: dict[str, Any] = {
         "stage": AUTO if "stage" in auto else sharding.stage,
         "partition": sharding.partition,
+        "gather_dtype": sharding.gather_dtype,
+        "reduce_wire": sharding.reduce_wire,
+        "allow_lossy": sharding.allow_lossy,
+        "local_steps": sharding.local_steps,
+        "outer_optimizer": sharding.outer_optimizer,
         "offload": AUTO if "offload" in auto else sharding.offload_config,
         "checkpoint": AUTO if "recompute" in auto else None,
         "micro_batch": None if is_micro_batch_free else batching.micro,
@@ -81,7 +86,8 @@ def target_machine(sharding: ShardOptions, ranks: int) -> Machine:
 def _apply_decision(options: TrainOptions, strategy: Strategy, batching: Batching) -> TrainOptions:
     """Return the options with the planner's decision applied."""
     model, training, auto = options.model, options.training, options.sharding.auto
-    changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", strategy.stage)}
+    changes: dict[str, Any] = {"auto": (), "allow_lossy": False, "stage": cast("Stage", strategy.stage)}
+    changes |= {"gather_dtype": strategy.gather_dtype, "reduce_wire": strategy.reduce_wire}
     if "recompute" in auto:
         is_offloaded = strategy.checkpoint == "host"
         model = replace(model, recompute=strategy.checkpoint != "none", offload_activations=is_offloaded)

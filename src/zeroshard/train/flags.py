@@ -38,6 +38,7 @@ def read_options(argv: Sequence[str]) -> TrainOptions:
         if saved is not None:
             options = _merge_layers([(_to_flags(saved), "the run's config.json"), *layers])
     planning_flags = [f"--{name}" for name in ("memory", "machine") if getattr(options.sharding, name) is not None]
+    planning_flags += ["--allow-lossy"] if options.sharding.allow_lossy else []
     if planning_flags and not options.sharding.auto:
         raise SystemExit(f"zeroshard train: {' and '.join(planning_flags)} can only be used with --auto")
     return options

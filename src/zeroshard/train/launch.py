@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,7 @@ from zeroshard.train.rank import (
     report_failure,
 )
 from zeroshard.train.run_directory import RunDirectory
+from zeroshard.utils.lazy_import import uncollected_imports
 
 REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
@@ -71,8 +73,10 @@ def _run_rank(options: TrainOptions, rank: int) -> NoReturn:
 
     A rank that fails exits immediately, so that the others do not wait for it.
     """
-    from zeroshard.train.trainer import Trainer  # the launcher does not need the imports of a rank
-    from zeroshard.train.training_setup import prepare_training
+    with uncollected_imports():
+        import_module("torch._dynamo")  # the first optimizer imports it in any case
+        from zeroshard.train.trainer import Trainer  # the launcher does not need the imports of a rank
+        from zeroshard.train.training_setup import prepare_training
 
     stop_request = StopRequest()
     try:

@@ -8,12 +8,17 @@ are the help texts: one line each, because tyro keeps line breaks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zeroshard.config.offload import Offload, parse_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
+
+if TYPE_CHECKING:
+    import torch
 
 Stage = Literal[0, 1, 2, 3]
 ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
@@ -160,9 +165,20 @@ class ShardOptions:
     """tensor-parallel degree, for presets, Llama and GPT-2: a divisor of the number of ranks and of attention heads"""
     replicas: int = 1
     """rows of a 2-D mesh of the data-parallel ranks, usually the number of nodes: see --partition"""
-    partition: Literal["hybrid", "hierarchical", "full"] = "hybrid"
+    partition: Literal["hybrid", "hierarchical", "full", "hierarchical-gradients", "inner-gradients"] = "hybrid"
     """with --replicas: what is partitioned over one row (hybrid), over all ranks (full), or parameters over one row and
-    the rest over all ranks (hierarchical)"""
+    the rest over all ranks (hierarchical); gradients too, until the last backward of a step (hierarchical-gradients);
+    only these (inner-gradients)"""
+    gather_dtype: Literal["int8", "fp8"] | None = None
+    """stage 3: all-gather parameters in 8 bits. It changes the numbers, and halves what is gathered"""
+    reduce_wire: Literal["int8", "fp8"] | None = None
+    """stages 1 to 3: send gradients in 8 bits, and sum them in fp32. It changes the numbers, and halves what is sent"""
+    local_steps: int = 1
+    """with --replicas, or stage 0: rows train alone and average their parameters every so many steps, for slow links"""
+    outer_lr: float | None = None
+    """with --local-steps: learning rate of an outer SGD with Nesterov momentum (DiLoCo); None: plain averages"""
+    outer_momentum: float = 0.9
+    """with --outer-lr: its momentum"""
     configuration: ConfigurationName | None = None
     """a configuration of the ZeRO paper (see `zeroshard presets`); sets --stage and activation checkpointing"""
     offload: Literal["device", "host", "disk"] = "device"
@@ -175,14 +191,17 @@ class ShardOptions:
     """with --offload disk: a directory on a fast local disk. The files are deleted at the end"""
     auto: tuple[AutoOption, ...] = ()
     """let the planner choose these options, or without names all that are not set; also `--stage auto`, …"""
+    allow_lossy: bool = False
+    """with --auto: also try --gather-dtype int8 and --reduce-wire int8, which change the numbers"""
     memory: str | None = None
     """with --auto: limit of device memory, for example 40GB; None: what is free"""
     machine: str | None = None
     """with --auto: plan with the rates of a machine (h100, …) or JSON file; None: measured here, or the most similar"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """compute precision; bf16 and fp16 have fp32 master weights; auto: bf16 if the GPU supports it, otherwise fp32"""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """compute precision; bf16, fp16 and fp8 have fp32 master weights; fp8: as bf16, with the products of linear layers
+    except the last in float8; auto: bf16 if the GPU supports it, otherwise fp32"""
     cast_on_gather: bool = True
-    """stage 3 with bf16 or fp16: keep no 16-bit shards, and cast the master weights for each all-gather"""
+    """stage 3 with bf16, fp16 or fp8: keep no 16-bit shards, and cast the master weights for each all-gather"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device type; auto: GPUs if there are any"""
     ranks: int | None = None
@@ -191,12 +210,46 @@ class ShardOptions:
     """seconds until ranks that wait for each other at different points raise an error"""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "ranks", "tensor", "replicas")
+        _check_at_least(1, self, "ranks", "tensor", "replicas", "local_steps")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
         Offload.from_option(self.offload_config)
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters requires stage 3 (got stage {self.stage})")
+        if self.gather_dtype is not None and self.stage != 3:
+            raise ValueError(f"gather_dtype requires stage 3 (got stage {self.stage})")
+        if self.reduce_wire is not None and self.stage == 0:
+            raise ValueError("reduce_wire requires stage 1, 2 or 3 (got stage 0)")
+        if self.local_steps > 1 and self.replicas == 1 and self.stage > 0:
+            raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
+        if self.local_steps > 1 and self.partition != "hybrid":
+            raise ValueError(f"local_steps needs partition hybrid, whose rows are replicas (got {self.partition})")
+        if self.outer_lr is not None and self.local_steps == 1:
+            raise ValueError("outer_lr can only be used with local_steps above 1")
+
+    @property
+    def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
+        """The ``outer_optimizer`` argument of :func:`zeroshard.shard`."""
+        if self.outer_lr is None:
+            return None
+        from torch.optim import SGD  # here: the command line starts without torch
+
+        has_momentum = self.outer_momentum > 0
+        return partial(SGD, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=has_momentum)
+
+    @property
+    def shard_options(self) -> dict[str, Any]:
+        """The options of :func:`zeroshard.shard` that these set, except the precision."""
+        names = (
+            "stage",
+            "partition",
+            "gather_dtype",
+            "reduce_wire",
+            "local_steps",
+            "outer_optimizer",
+            "cast_on_gather",
+        )
+        return {"offload": self.offload_config, **{name: getattr(self, name) for name in names}}
 
     @property
     def offload_config(self) -> dict[str, Any]:

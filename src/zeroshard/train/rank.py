@@ -23,7 +23,6 @@ from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from zeroshard.comm import RanksDisagreeError
 from zeroshard.train.options import TrainingError
 
 ERROR_DIR_ENV = "ZEROSHARD_ERROR_DIR"  # environment variable: the directory for error reports of failed ranks
@@ -143,6 +142,8 @@ def first_slurm_host(hosts: str) -> str:
 
 def report_failure(error: BaseException, rank: int) -> None:
     """Report what ended this rank: to our own launcher, or to the terminal and torchrun."""
+    from zeroshard.comm import RanksDisagreeError  # late: it imports DTensor, which the launcher does not need
+
     stack = "".join(traceback.format_exception(error)).rstrip()
     message = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
     directory = os.environ.get(ERROR_DIR_ENV)

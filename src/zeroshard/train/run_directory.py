@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import CheckpointError, CheckpointIndex, is_checkpoint, update_latest
 from zeroshard.train.options import TrainingError
 from zeroshard.utils.atomic_file import read_json, write_json
 
@@ -129,6 +128,8 @@ class RunCheckpoint:
     """A checkpoint to resume from."""
 
     def __init__(self, path: Path) -> None:
+        from zeroshard.checkpoint import CheckpointError, CheckpointIndex  # late: the launcher needs none of them
+
         self.path = path
         extra = CheckpointIndex.read(path).extra
         step, seconds = extra.get("step"), extra.get("seconds")
@@ -159,12 +160,16 @@ def checkpoint_step(path: Path) -> int:
 
 def complete_checkpoints(parent: Path) -> list[Path]:
     """Return the complete checkpoints of a run, the newest last."""
+    from zeroshard.checkpoint import is_checkpoint
+
     named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
     return sorted(named, key=checkpoint_step)
 
 
 def quarantine(path: Path) -> None:
     """Move a checkpoint away without deleting it, so that no run resumes from it."""
+    from zeroshard.checkpoint import update_latest
+
     diverged_dir = path.parent / DIVERGED_DIR
     diverged_dir.mkdir(exist_ok=True)
     target, number = diverged_dir / path.name, 1

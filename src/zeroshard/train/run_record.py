@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 import zeroshard
+from zeroshard.config.offload import Offload
 from zeroshard.memory import Profile, Report
-from zeroshard.planner import find_whole_params, predict_memory
+from zeroshard.planner import find_whole_params, predict_memory, predict_traffic
 from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
-from zeroshard.train.models.language_model import LanguageModel, sequence_length
+from zeroshard.train.models.language_model import LanguageModel, find_output_layers, sequence_length
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
-from zeroshard.train.report.run_charts import STATE_KINDS, state_bytes
+from zeroshard.train.report.run_charts import STATE_KINDS, expected_traffic, state_bytes
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show
 
@@ -41,6 +42,9 @@ class RunFacts:
     plain: dict[str, int]
     """Bytes by kind of state that DDP would hold on every rank."""
     paper_traffic: dict[str, Any]
+    """The paper's formula for this stage, and its bytes per rank and step."""
+    predicted_traffic: dict[str, dict[str, int]]
+    """Bytes per rank that the options of this run need, by collective: in a "step", and in an "average" of replicas."""
 
 
 @dataclass
@@ -85,6 +89,13 @@ class RunRecord:
             layers, activations = asdict(report.tensor_traffic), asdict(report.activation_traffic)
             self.tensor_traffic = {"layers": layers, "activations": activations}
 
+    @property
+    def traffic_totals(self) -> tuple[int, int]:
+        """The bytes that the recorded step moved, and those that its options need; zeros if none is recorded."""
+        traffic = self.traffic or {}
+        expected = expected_traffic(self.facts.predicted_traffic, traffic) if traffic else {}
+        return sum(kind["bytes"] for kind in traffic.values()), sum(expected.values())
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""
         versions = {
@@ -104,6 +115,7 @@ class RunRecord:
 def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: LanguageModel, precision: str) -> RunFacts:
     """Return the facts of a run whose model is not sharded yet."""
     module, batching = language_model.module, options.batching(rank_info.world_size)
+    itemsize = 4 if precision == "fp32" else 2
     numels = local_numels(module, rank_info.tp_size)  # elements per rank without sharding over the data-parallel ranks
     trained = sum(numels[name] for name, parameter in module.named_parameters() if parameter.requires_grad)
     # per rank and step
@@ -111,6 +123,23 @@ def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: Lan
     has_partitioned_inputs = (
         options.model.has_activation_checkpointing and options.model.partition_activations and rank_info.tp_size > 1
     )
+    predicted = predict_traffic(
+        module,
+        ranks=rank_info.world_size,
+        tensor=rank_info.tp_size,
+        replicas=options.sharding.replicas,
+        accumulate=batching.accumulate,
+        optimizer=options.training.optimizer,
+        on_gpu=rank_info.device.type == "cuda",
+        precision=precision,
+        keep_bf16=find_output_layers(module),
+        **options.sharding.shard_options,
+    )
+    block_input_numel = language_model.layers * language_model.width * tokens if has_partitioned_inputs else 0
+    block_input_bytes = {"activation gather": block_input_numel * itemsize} if block_input_numel else {}
+    # with local steps, the traffic of one replica
+    alone, replicas = options.sharding.local_steps > 1, options.sharding.replicas
+    replicas = rank_info.dp_size if alone and replicas == 1 else replicas
     return RunFacts(
         name=options.name,
         settings={**options.to_flat_dict(), **vars(batching)},
@@ -126,17 +155,19 @@ def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: Lan
         ).states,
         paper_traffic=paper_traffic(
             options.sharding.stage,
-            rank_info.dp_size,
+            rank_info.dp_size // replicas if alone else rank_info.dp_size,
             trained,
             frozen=sum(numels.values()) - trained,
-            itemsize=4 if precision == "fp32" else 2,
+            itemsize=itemsize,
             accumulate=batching.accumulate,
             tensor=rank_info.tp_size,
-            block_input_numel=language_model.layers * language_model.width * tokens if has_partitioned_inputs else 0,
-            whole=sum(numels[name] for name in find_whole_params(module, options.training.optimizer)),
-            replicas=options.sharding.replicas,
+            block_input_numel=block_input_numel,
+            muon=sum(numels[name] for name in find_whole_params(module, options.training.optimizer)),
+            is_offloaded=Offload.from_option(options.sharding.offload_config) is not None,
+            replicas=1 if alone else replicas,
             partition=options.sharding.partition,
         ),
+        predicted_traffic={"step": predicted.step | block_input_bytes, "average": predicted.average},
     )
 
 
@@ -182,7 +213,8 @@ def paper_traffic(
     accumulate: int,
     tensor: int = 1,
     block_input_numel: int = 0,
-    whole: int = 0,
+    muon: int = 0,
+    is_offloaded: bool = False,
     replicas: int = 1,
     partition: str = "hybrid",
 ) -> dict[str, Any]:
@@ -190,20 +222,23 @@ def paper_traffic(
 
     With ``tensor`` tensor-parallel ranks, ``trained`` and ``frozen`` count one rank's elements, and ``ranks`` are the
     data-parallel ranks. ``block_input_numel`` counts the elements of all block inputs that P_a gathers (section 8).
-    ``whole`` counts those of parameters that one rank updates, which is not in the paper: their gradients and fp32
-    values go to the owners, and new values come back. Neither are the ``replicas`` of a 2-D mesh: N_i ranks gather and
-    reduce as in the paper, and what goes over the outer axis is added.
+    ``muon`` counts those of Muon's matrices, which are not in the paper: their updates go to the owners, and come back
+    orthogonalized, both in bf16; if states are offloaded, gradients and fp32 values go there, and new values come back.
+    Neither are the ``replicas`` of a 2-D mesh: N_i ranks gather and reduce as in the paper, and what goes over the
+    outer axis is added.
 
     >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1)
     {'formula': '3Ψ', 'bytes': 60}
     >>> paper_traffic(stage=2, ranks=2, trained=6, frozen=0, itemsize=2, accumulate=1, tensor=2, block_input_numel=5)
     {'formula': '2Ψ/N_m + P_a', 'bytes': 34}
-    >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1, whole=8)
-    {'formula': '3Ψ + 3Ψ_whole/N', 'bytes': 100}
+    >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1, muon=8)
+    {'formula': '3Ψ + 2Ψ_Muon/N', 'bytes': 76}
     >>> paper_traffic(3, 4, trained=20, frozen=0, itemsize=2, accumulate=1, replicas=2, partition="hierarchical")
     {'formula': '3Ψ + 2Ψ/N_i', 'bytes': 160}
+    >>> paper_traffic(3, 4, 20, 0, itemsize=2, accumulate=5, replicas=2, partition="hierarchical-gradients")
+    {'formula': '3Ψ × 5 + 2Ψ/N_i', 'bytes': 640}
     """
-    placement = Placement.from_stage(stage, ranks)
+    placement = Placement.from_stage(stage, ranks, partition=partition if replicas > 1 else "hybrid")
     psi_total = "Ψ/N_m" if tensor > 1 else "Ψ"
     times, psi_trained = (f" × {accumulate}" if accumulate > 1 else ""), f"{psi_total} trained" if frozen else psi_total
     gathers, reductions = placement.collectives_per_step(accumulate)
@@ -221,13 +256,14 @@ def paper_traffic(
         elements = elements if inner_ranks > 1 or not placement.optimizer else 0
         if partition == "hybrid" or not placement.optimizer:  # an all-reduce
             outer, outer_elements = 2 * reductions, 2 * reductions * trained
-        elif partition == "hierarchical" or not placement.parameters:
-            outer, outer_elements = reductions + 1, (reductions + 1) * trained
         else:
+            gathers, reductions = placement.outer_collectives_per_step(accumulate)
+            gathered = trained if placement.keeps_inner_shards else gathered
             outer, outer_elements = reductions + gathers, reductions * trained + gathers * gathered
         elements += outer_elements // inner_ranks
         formula += f" + {outer}{psi_total}" + ("/N_i" if placement.optimizer else "")
     nbytes = (elements + block_input_numel) * itemsize
-    if whole and placement.optimizer:
-        formula, nbytes = f"{formula} + 3Ψ_whole/N", nbytes + whole * (itemsize + 2 * 4) // ranks
+    if muon and placement.optimizer:
+        formula = f"{formula} + {3 if is_offloaded else 2}Ψ_Muon/N"
+        nbytes += muon * (itemsize + 2 * 4 if is_offloaded else 2 * 2) // ranks
     return {"formula": formula, "bytes": nbytes}

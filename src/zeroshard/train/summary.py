@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -16,7 +16,12 @@ import zeroshard
 from zeroshard.config.offload import TIERS
 from zeroshard.planner import PredictedMemory, WholeParamSpec, find_whole_params, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
-from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
+from zeroshard.train.models.language_model import (
+    LanguageModel,
+    find_output_layers,
+    open_language_model,
+    sequence_length,
+)
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_record import max_state_bytes
 from zeroshard.train.run_view import PlainView, RunView
@@ -24,6 +29,7 @@ from zeroshard.train.training_setup import TrainingSetup, check_tensor_parallel,
 from zeroshard.utils.format import format_bytes
 
 STAGES = (0, 1, 2, 3)
+EIGHT_BIT_LABELS = {"gather_dtype": "gathers", "reduce_wire": "reductions"}
 
 
 def open_view(
@@ -62,13 +68,16 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
     validation = setup.validation_loader
     validation_note = f", {len(validation.tokens):,} for validation" if validation is not None else ""
     groups_note = describe_tensor_groups(options, rank_info.world_size)
+    report = zeroshard.report(setup.model)
     return [
         ("model", f"{setup.language_model.description}, {setup.record.facts.model['parameters']:,} parameters"),
         ("data", f"{len(setup.train_loader.tokens):,} tokens for training{validation_note}"),
         ("ranks", f"{rank_info.world_size} on {setup.record.facts.device} over {rank_info.backend}{groups_note}"),
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
         *describe_sharding(options, setup.precision),
-        (options.training.optimizer, str(zeroshard.report(setup.model).routing)),
+        *([("float8", str(report.float8))] if report.float8 is not None else []),
+        *((EIGHT_BIT_LABELS[option], str(params)) for option, params in report.eight_bits.items()),
+        (options.training.optimizer, str(report.routing)),
         ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
         *([("profile", _describe_profile(options, start_step))] if options.run.profile else []),
         ("run", str(setup.directory.path)),
@@ -93,7 +102,9 @@ def describe_tensor_groups(options: TrainOptions, ranks: int) -> str:
     """Return how the ranks are grouped, as a suffix to their number; empty if they are not."""
     tensor, replicas = options.sharding.tensor, options.sharding.replicas
     text = f", in {ranks // tensor} tensor-parallel groups of {tensor}" if tensor > 1 else ""
-    return f"{text}, in {replicas} rows (partition {options.sharding.partition})" if replicas > 1 else text
+    text = f"{text}, in {replicas} rows (partition {options.sharding.partition})" if replicas > 1 else text
+    steps = options.sharding.local_steps
+    return f"{text}, averaged every {steps} steps" if steps > 1 else text
 
 
 def describe_sharding(options: TrainOptions, precision: str) -> list[tuple[str, str]]:
@@ -105,7 +116,7 @@ def describe_sharding(options: TrainOptions, precision: str) -> list[tuple[str, 
     sharding = options.sharding
     name = sharding.configuration
     changed = "" if name is None or options == options.with_configuration(name) else ", changed"
-    keeps_copy = sharding.stage == 3 and precision in ("bf16", "fp16") and not sharding.cast_on_gather
+    keeps_copy = sharding.stage == 3 and precision in ("bf16", "fp16", "fp8") and not sharding.cast_on_gather
     description = f"stage {sharding.stage}, {precision}{' shards kept with the master weights' if keeps_copy else ''}"
     lines = [("ZeRO", (f"{name}{changed}: " if name else "") + description)]
     if sharding.offload != "device" and sharding.offload_fraction:
@@ -135,6 +146,11 @@ def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None
         held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.facts.plain.values())
         ratio = f", {ddp / held:.1f} × less than the {format_bytes(ddp)} of plain data parallelism"
         lines.append(("memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"))
+    moved, needed = record.traffic_totals
+    if moved and needed:
+        average_note = ", with an average of the replicas" if "replica average" in (record.traffic or {}) else ""
+        prediction = f"{moved / needed:.2f} × the {format_bytes(needed)} that these options need"
+        lines.append(("traffic", f"{format_bytes(moved)} per rank in a step{average_note}, {prediction}"))
     if report_path is not None:
         lines.append(("report", str(report_path)))
     if record.checkpoints:
@@ -214,7 +230,7 @@ def _describe_muon(parameters: Sequence[torch.Tensor], whole: Mapping[str, Whole
     trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
     matrix_numel = sum(spec.numel for spec in whole.values())
     return (
-        f"{len(whole)} matrices of blocks, {matrix_numel:,} elements, each updated as a whole by one rank; AdamW for "
+        f"{len(whole)} matrices of blocks, {matrix_numel:,} elements, each orthogonalized by one rank; AdamW for "
         f"{len(trained) - len(whole)} parameters, {sum(trained) - matrix_numel:,} elements"
     )
 
@@ -236,18 +252,21 @@ def _memory_table(
     sharding = options.sharding
 
     def predict(stage: int) -> PredictedMemory:
+        changes: dict[str, Any] = {"stage": stage}
+        if stage != 3:
+            changes |= {"gather_dtype": None, "offload": {**sharding.offload_config, "parameters": "device"}}
+        if stage == 0:
+            changes["reduce_wire"] = None
         return predict_memory(
             language_model.module,
             ranks=ranks,
             tensor=sharding.tensor,
             replicas=sharding.replicas,
-            partition=sharding.partition,
             optimizer=options.training.optimizer,
-            stage=stage,
             precision=precision,
+            keep_bf16=find_output_layers(language_model.module),
             on_gpu=on_gpu,
-            offload=sharding.offload_config if stage == 3 else {**sharding.offload_config, "parameters": "device"},
-            cast_on_gather=sharding.cast_on_gather,
+            **{**sharding.shard_options, **changes},
         )
 
     stages = [predict(stage) for stage in STAGES]

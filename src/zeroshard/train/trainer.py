@@ -387,6 +387,8 @@ class Trainer:
 
     def _finish(self) -> None:
         has_trained = self.steps_done > self.start_step
+        if self.is_finished:
+            zeroshard.average_replicas(self.setup.model)
         if self.is_finished and has_trained:
             self._evaluate()
         self._save()

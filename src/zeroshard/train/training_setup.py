@@ -24,7 +24,12 @@ from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
 from zeroshard.train.data.token_file import TokenFile, is_token_file
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
-from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
+from zeroshard.train.models.language_model import (
+    LanguageModel,
+    find_output_layers,
+    open_language_model,
+    sequence_length,
+)
 from zeroshard.train.options import Batching, StepOptions, TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
@@ -32,7 +37,7 @@ from zeroshard.train.run_record import RunRecord, describe_run
 
 # options that say where a run is stored or what is printed of it, not what it trains
 UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run", "profile", "profile_steps")
-PLANNING_OPTIONS = ("auto", "memory", "machine")  # planner options: their results are saved instead
+PLANNING_OPTIONS = ("auto", "allow_lossy", "memory", "machine")  # planner options: their results are saved instead
 
 
 @dataclass
@@ -110,7 +115,7 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     record = RunRecord(describe_run(options, rank_info, language_model, precision))
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
-    if rank_info.device.type == "cpu" and (precision == "bf16" or options.training.optimizer == "muon"):
+    if rank_info.device.type == "cpu" and (precision in ("bf16", "fp8") or options.training.optimizer == "muon"):
         _settle_bf16_products()
     model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
     if rank_info.is_rank_zero:  # last: an earlier error creates no run and leaves an existing one unchanged
@@ -228,13 +233,11 @@ def _shard_model(
         module,
         inner,
         mesh=rank_info.make_mesh(options.sharding.replicas),
-        stage=options.sharding.stage,
-        partition=options.sharding.partition,
-        offload=options.sharding.offload_config,
         precision=precision,
-        cast_on_gather=options.sharding.cast_on_gather,
+        keep_bf16=find_output_layers(module),
         timeout=options.sharding.timeout,
         init_fn=language_model.init_fn,
+        **options.sharding.shard_options,
     )
     if checkpoint is not None:
         zeroshard.load(checkpoint.path, model, optimizer)

@@ -145,3 +145,15 @@ def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int
     if context is not None and sequence > context:
         raise ValueError(f"--sequence {sequence} exceeds the model's context of {context} tokens: pass a smaller value")
     return sequence
+
+
+def find_output_layers(module: nn.Module) -> tuple[str, ...]:
+    """Return the name of the layer that computes the logits: it stays in bf16 with --precision fp8.
+
+    >>> from zeroshard.models import GPT, GPTConfig
+    >>> find_output_layers(GPT(GPTConfig(vocab_size=16, context=4, layers=1, heads=1, width=8)))
+    ('head',)
+    """
+    get_output = getattr(module, "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else getattr(module, "head", None)
+    return tuple(name for name, each in module.named_modules() if output is not None and each is output)

@@ -94,7 +94,7 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
         run_charts.states_chart(memory, record.get("plain")),
         run_charts.buffers_chart(memory),
         run_charts.timeline_chart(record.get("timeline")),
-        run_charts.communication_chart(traffic or {}, record.get("paper_traffic")),
+        run_charts.communication_chart(traffic or {}, record.get("paper_traffic"), record.get("predicted_traffic")),
     )
     charts_by_name = {chart.name: chart for chart in charts if chart is not None}
     return {
@@ -108,7 +108,7 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
         "nonfinite_steps": len(steps) - len(extract_series(steps, "loss")[0]),
         "peak": _format_peak(memory),
         "traffic": traffic,
-        "traffic_vs_paper": _traffic_vs_paper(traffic, record.get("paper_traffic")),
+        "traffic_comparison": _compare_traffic(record),
         "tensor": record.get("tensor") or 1,
         "tensor_traffic": _activation_vs_tensor_traffic(record.get("tensor_traffic")),
         "samples": [_sample_context(sample) for sample in record.get("samples") or []],
@@ -193,16 +193,25 @@ def _format_peak(memory: Sequence[JsonObject]) -> str:
     return format_bytes(max(peaks)) if peaks else ""
 
 
-def _traffic_vs_paper(traffic: JsonObject | None, paper: JsonObject | None) -> JsonObject | None:
-    """Compare the traffic of one step with the paper's."""
-    nbytes = sum(kind["bytes"] for kind in (traffic or {}).values())
+def _compare_traffic(record: JsonObject) -> JsonObject | None:
+    """Compare the traffic of one step with what the run's options need, and with the paper's."""
+    traffic, paper = record.get("traffic") or {}, record.get("paper_traffic")
+    predicted = record.get("predicted_traffic")
+    nbytes: int = sum(kind["bytes"] for kind in traffic.values())
     if not nbytes:
         return None
-    volume = {"ours": format_bytes(nbytes), "formula": "", "paper": "", "ratio": ""}
+    names = ("predicted", "ratio", "formula", "paper", "paper_ratio", "average", "has_average")
+    found = {"ours": format_bytes(nbytes), **dict.fromkeys(names, "")}
     if paper and paper.get("bytes"):
-        volume |= {"formula": str(paper["formula"]), "paper": format_bytes(paper["bytes"])}
-        volume["ratio"] = f"{nbytes / paper['bytes']:.2f}"
-    return volume
+        found |= {"formula": str(paper["formula"]), "paper": format_bytes(paper["bytes"])}
+        found["paper_ratio"] = f"{nbytes / paper['bytes']:.2f}"
+    if predicted:
+        expected = sum(run_charts.expected_traffic(predicted, traffic).values())
+        found |= {"predicted": format_bytes(expected), "ratio": f"{nbytes / expected:.2f}" if expected else ""}
+    if predicted and predicted["average"]:
+        is_included = "replica average" in traffic
+        found |= {"average": format_bytes(sum(predicted["average"].values())), "has_average": str(is_included or "")}
+    return found
 
 
 def _activation_vs_tensor_traffic(traffic: JsonObject | None) -> JsonObject | None:

@@ -24,7 +24,7 @@ STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states") 
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVE_KINDS = (
     *("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter"),
-    *("all-reduce", "activation gather"),
+    *("all-reduce", "all-to-all", "replica average", "activation gather"),
 )
 MAX_RANK_BARS = 8  # draw at most this many ranks individually
 
@@ -252,8 +252,21 @@ def timeline_chart(record: JsonObject | None) -> Chart | None:
 # ------------------------------------------------------------------------------------------------ communication
 
 
-def communication_chart(traffic: JsonObject, paper: JsonObject | None) -> Chart | None:
-    """Draw the bytes of one step by collective, compared with the paper's volume."""
+def expected_traffic(predicted: Mapping[str, Mapping[str, int]], traffic: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that the options of a run need in a step like the one with this traffic, by collective.
+
+    >>> predicted = {"step": {"all-gather": 8}, "average": {"all-gather": 4, "replica average": 6}}
+    >>> expected_traffic(predicted, {"all-gather": {}}), expected_traffic(predicted, {"replica average": {}})
+    ({'all-gather': 8}, {'all-gather': 12, 'replica average': 6})
+    """
+    parts = [predicted["step"], predicted["average"] if "replica average" in traffic else {}]
+    return {kind: sum(part.get(kind, 0) for part in parts) for kind in {**parts[0], **parts[1]}}
+
+
+def communication_chart(
+    traffic: JsonObject, paper: JsonObject | None, predicted: JsonObject | None = None
+) -> Chart | None:
+    """Draw the bytes of one step by collective, compared with what the options need and with the paper's volume."""
     kinds = _sort_kinds([kind for kind in traffic if traffic[kind]["bytes"]], COLLECTIVE_KINDS)
     if not kinds:
         return None
@@ -263,6 +276,12 @@ def communication_chart(traffic: JsonObject, paper: JsonObject | None) -> Chart 
     rows = [[kind, str(traffic[kind]["count"]), format_bytes(traffic[kind]["bytes"])] for kind in kinds]
     rows.append(["total", str(sum(traffic[kind]["count"] for kind in kinds)), format_bytes(total_bytes)])
     label = f"One step communicated {format_bytes(total_bytes)}"
+    if predicted:
+        expected = expected_traffic(predicted, traffic)
+        colors |= _colors(_sort_kinds(expected, COLLECTIVE_KINDS))
+        bars.append(("predicted", expected))
+        rows.append(["predicted", "", format_bytes(sum(expected.values()))])
+        label += f"; {format_bytes(sum(expected.values()))} were predicted"
     if paper:
         bars.append((f"ZeRO paper: {escape(paper['formula'])}", {"paper": paper["bytes"]}))
         colors |= _colors(["paper"])
