@@ -16,7 +16,9 @@ COMMANDS = {  # name → where its function is, and what it measures
     "checkpoint": ("suites.checkpoint:main", "saving and loading, compared with a raw write and FSDP2"),
     "docs": ("report:main", "rebuild the tables and charts of the pages from the records, or check them"),
     "evidence": ("evidence:main", "what experts ask for: curves, a Llama, predictions, kills, endurance"),
+    "fp8": ("suites.fp8:main", "float8 products beside bf16: a step, its memory, and a loss curve"),
     "host_adam": ("suites.optimizer:host_adam", "Adam on the host: nanoseconds a parameter"),
+    "local_steps": ("suites.local_steps:main", "the loss of replicas that average every so many steps"),
     "memory": ("suites.memory:main", "reserved and allocated memory, and training in memory that is nearly full"),
     "muon": ("suites.optimizer:muon", "a step of Muon, compared with its matrix products and with FSDP2"),
     "offload": ("suites.offload:main", "states on the host and on disk: a step, and the largest model"),
@@ -25,7 +27,7 @@ COMMANDS = {  # name → where its function is, and what it measures
     "planner": ("suites.planner:main", "predicted and measured memory and time"),
     "pretrained": ("suites.pretrained:main", "loading a transformers model into shards: time and memory"),
     "scaling": ("suites.scaling:main", "cost by ranks, by depth and by the number of parameters, with FSDP2"),
-    "sockets": ("suites.sockets:main", "stages 0 and 1 beside DDP on real ranks that share a GPU"),
+    "sockets": ("suites.sockets:main", "stages, and 8-bit collectives, on real ranks that share a GPU"),
     "stages": ("suites.stages:main", "what each stage holds and sends"),
     "update": ("suites.optimizer:update", "the optimizer's step alone, compared with a copy of memory"),
 }

@@ -21,10 +21,18 @@ from pathlib import Path
 from benchmarks.harness.record import ROOT
 from benchmarks.harness.trials import make_parser
 
-SECTIONS = ("curves", "titan", "predictions", "kills", "endurance")
+SECTIONS = ("curves", "fewer_bytes", "titan", "predictions", "kills", "endurance")
 MEASURED = tuple(name for name in SECTIONS if name != "predictions")
 RESULTS = Path("benchmarks/results/evidence")
 BASE, CONTROL = "DDP", "DDP, learning rate 1 % higher"  # curves: with which all are compared, and what must differ
+FEWER_BYTES: dict[str, dict[str, str]] = {  # options of stage 3 whose curves are compared with the first one's
+    "full precision": {},
+    "gathers in int8": {"gather_dtype": "int8"},
+    "gathers in fp8": {"gather_dtype": "fp8"},
+    "gathers and reductions in int8": {"gather_dtype": "int8", "reduce_wire": "int8"},
+    "gathers and reductions in fp8": {"gather_dtype": "fp8", "reduce_wire": "fp8"},
+    "full precision, learning rate 1 % higher": {},
+}
 COUNTED = {  # endurance: what is counted, and its name
     "allocated": "device MB",
     "reserved": "reserved MB",

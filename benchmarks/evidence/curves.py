@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from benchmarks.evidence import BASE, CONTROL
+from benchmarks.evidence import BASE, CONTROL, FEWER_BYTES
 from benchmarks.evidence.page import differences
 from benchmarks.harness.ranks import default_backend, run_ranks, use_deterministic_kernels
 from benchmarks.harness.record import Result, failure
@@ -61,10 +61,13 @@ def learning_rate(step: int, steps: int) -> float:
 def wrap(variant: str, model: GPT, device: str) -> tuple[Any, Any, Callable[[], object]]:
     """Return the model, the optimizer, and what clips the gradients, as the variant does it."""
     is_mixed = precision(device) == "bf16"
-    rate = 1.01 * RATE if variant == CONTROL else RATE
+    rate = 1.01 * RATE if variant.endswith(CONTROL.removeprefix(BASE)) else RATE
     given: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-    if variant.startswith("zeroshard"):
-        options = {"stage": int(variant[-1]), "precision": precision(device), "reduce_dtype": "fp32"}
+    if variant.startswith("zeroshard") or variant in FEWER_BYTES:
+        options: dict[str, Any] = {"stage": 3, **FEWER_BYTES.get(variant, {})}
+        if variant not in FEWER_BYTES:
+            options = {"stage": int(variant[-1]), "reduce_dtype": "fp32"}
+        options["precision"] = precision(device)
         sharded, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), **given), **options)
         return sharded, optimizer, lambda: optimizer.clip_grad_norm_(CLIP)
     wrapped: nn.Module = CastWeights(model) if is_mixed else model
@@ -115,11 +118,11 @@ def measure(variant: str, device: str, **given: Any) -> Result:
     return run_ranks(train, RANKS, default_backend(device), variant=variant, device=device, **given)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, variants: Sequence[str] = VARIANTS) -> None:
     """Add what can be chosen on the command line."""
     parser.add_argument("--steps", type=int, help="of each curve (default: 1000)")
     parser.add_argument("--shape", type=int, nargs=5, metavar=tuple(SHAPE), help=f"(default: {[*SHAPE.values()]})")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="curves (default: all)")
+    parser.add_argument("--variants", nargs="+", choices=variants, default=variants, help="curves (default: all)")
 
 
 def run(chosen: argparse.Namespace) -> None:
@@ -133,8 +136,9 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def show(results: Sequence[Result], trials: Trials) -> None:
-    """Print what each curve has to do with DDP's."""
-    base = next((result["losses"] for result in results if result["variant"] == BASE and "losses" in result), None)
+    """Print what each curve has to do with the first one's, DDP's or that of full precision."""
+    name = BASE if any(result["variant"] in VARIANTS for result in results) else next(iter(FEWER_BYTES))
+    base = next((result["losses"] for result in results if result["variant"] == name and "losses" in result), None)
     table = []
     for result in results:
         losses = result.get("losses", [])
@@ -144,6 +148,6 @@ def show(results: Sequence[Result], trials: Trials) -> None:
             equal = next((step for step, value in enumerate(apart) if value), len(apart))
             cells[1:] = [max(apart), fmean(losses[-LAST:]) - fmean(base[-LAST:]), equal]
         table.append([result["variant"], *cells, result.get("step_ms"), result["seconds"], failure(result)])
-    heads = ("variant", f"loss, mean of the last {LAST}", "largest difference from DDP in any step")
+    heads = ("variant", f"loss, mean of the last {LAST}", f"largest difference from {name} in any step")
     more = ("difference of the means", "first steps with the same loss", "ms a step", "seconds", "")
     trials.show("curves", (*heads, *more), table)

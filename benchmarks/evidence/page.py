@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.evidence import BASE, CONTROL, COUNTED, RESULTS
+from benchmarks.evidence import BASE, CONTROL, COUNTED, FEWER_BYTES, RESULTS
 from benchmarks.harness.chart import Panel, Points, draw_chart
 from benchmarks.harness.record import cell
 
@@ -39,9 +39,8 @@ def missing(name: str) -> str:
 def summarize(name: str, record: Record, root: Path) -> str:
     """Return a section's result in words, and its chart."""
     words = SUMMARIES[name](record, root)
-    title = {"curves": "Loss curves", "kills": "Seconds until the error", "endurance": "What the processes hold"}.get(
-        name
-    )
+    titles = {"kills": "Seconds until the error", "endurance": "What the processes hold"}
+    title = "Loss curves" if SUMMARIES[name] is _curves else titles.get(name)
     return f"{words}\n\n![{title}](evidence/{name}.svg)" if title else words
 
 
@@ -64,22 +63,31 @@ def differences(losses: Sequence[float], others: Sequence[float]) -> list[float]
     return [value if math.isfinite(value) else math.inf for value in apart]
 
 
+def _compared_with(results: Sequence[Record]) -> tuple[str, str]:
+    """Return the curve with which the others are compared, and the one that must differ."""
+    if any(each["variant"] in FEWER_BYTES for each in results):
+        names = list(FEWER_BYTES)
+        return names[0], names[-1]
+    return BASE, CONTROL
+
+
 def _curves(record: Record, root: Path) -> str:
     found = {each["variant"]: each for each in record["results"] if "losses" in each}
-    base = found.get(BASE)
+    first, control_name = _compared_with(record["results"])
+    base = found.get(first)
     if base is None:
-        return "DDP's own curve is missing, and so nothing can be compared."
-    apart = {name: max(differences(each["losses"], base["losses"])) for name, each in found.items() if name != BASE}
-    control, ours = apart.pop(CONTROL, None), dict(sorted(apart.items(), key=lambda pair: -pair[1]))
+        return f"{first}'s own curve is missing, and so nothing can be compared."
+    apart = {name: max(differences(each["losses"], base["losses"])) for name, each in found.items() if name != first}
+    control, ours = apart.pop(control_name, None), dict(sorted(apart.items(), key=lambda pair: -pair[1]))
     text = f"{base['steps']:,} steps of a GPT with {base['parameters']:,} parameters. "
     if ours:
         name, largest = next(iter(ours.items()))
-        text += f"The largest difference from DDP's loss, of any curve in any step, is {cell(largest)} ({name})"
+        text += f"The largest difference from {first}'s loss, of any curve in any step, is {cell(largest)} ({name})"
     if control is not None:
-        text += f"; with a learning rate 1 % higher, DDP itself differs by {cell(control)}"
+        text += f"; with a learning rate 1 % higher, {first} itself differs by {cell(control)}"
     failed = [each["variant"] for each in record["results"] if "losses" not in each]
     missing = f" No curve: {', '.join(failed)}." if failed else ""
-    return f"{text}. DDP's loss at the end is {cell(fmean(base['losses'][-100:]))}.{missing}"
+    return f"{text}. {first}'s loss at the end is {cell(fmean(base['losses'][-100:]))}.{missing}"
 
 
 def _rows(record: Record, table: str) -> list[dict[str, Any]]:
@@ -151,6 +159,7 @@ def _signed(value: float) -> str:
 
 SUMMARIES: dict[str, Callable[[Record, Path], str]] = {
     "curves": _curves,
+    "fewer_bytes": _curves,
     "titan": _titan,
     "predictions": _predictions,
     "kills": _kills,
@@ -169,11 +178,12 @@ def _thin(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -
 def _draw_curves(results: Sequence[Record]) -> list[Panel]:
     losses = {each["variant"]: each["losses"] for each in results if "losses" in each}
     curves = {name: _thin(values, fmean) for name, values in losses.items()}
-    base = losses.get(BASE, [])
-    apart = {name: _thin(differences(values, base), max) for name, values in losses.items() if name != BASE and base}
+    first, _ = _compared_with(results)
+    base = losses.get(first, [])
+    apart = {name: _thin(differences(values, base), max) for name, values in losses.items() if name != first and base}
     return [
         Panel("Loss", "step", "loss, mean of both ranks", curves),
-        Panel("Difference from DDP", "step", "difference of the loss; at the bottom: none", apart, is_log=True),
+        Panel(f"Difference from {first}", "step", "difference of the loss; at the bottom: none", apart, is_log=True),
     ]
 
 
@@ -203,6 +213,7 @@ def _draw_endurance(results: Sequence[Record]) -> list[Panel]:
 
 CHARTS: dict[str, Callable[[Sequence[Record]], list[Panel]]] = {
     "curves": _draw_curves,
+    "fewer_bytes": _draw_curves,
     "kills": _draw_kills,
     "endurance": _draw_endurance,
 }

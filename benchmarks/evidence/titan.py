@@ -28,8 +28,9 @@ from benchmarks.harness.variants import Job, Loop, floor, fsdp2, ours
 from benchmarks.harness.workloads import Workload
 
 aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten._scaled_mm.default}  # of linear layers, in bf16 and in float8
 SAVED = {  # what selective recomputation keeps; of products only every second one
-    aten.mm.default,
+    *PRODUCTS,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -51,7 +52,7 @@ def selective_contexts() -> Any:
     products = {False: 0, True: 0}  # so far, in forward and when recomputing
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is aten.mm.default:
+        if op in PRODUCTS:
             products[context.is_recompute] += 1
             if products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE

@@ -54,6 +54,14 @@ MAX_COPIED = 2**28  # elements of the copy
 UNITS = 24  # that the parameters are in
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Muon's defaults
 SLEEP_CYCLES = 20_000_000  # that the device waits, so that the host runs ahead as it does in training
+KERNELS = {  # kinds of kernels → parts of their names
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "momentum and update": ("momentum_kernel",),
+    "decay and addition": ("value_kernel",),
+    "AdamW": ("adam",),
+    "copies": ("copy", "Copy", "Memcpy"),
+    "norm and division": ("reduce", "div"),
+}
 CYCLES_PER_SECOND = 2_000_000_000  # of the device's clock, or a little more than that
 
 
@@ -138,8 +146,8 @@ def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> 
             given = {"precision": precision(device), "mesh": mesh, "init_fn": draw}
             model, optimizer = zeroshard.shard(model, _muon_with_adamw(model), stage=3, **given)
             step, loss = optimizer.step, model(*job.inputs())
-            owned = zeroshard.report(model).routing.whole
-            names = [name for name, param in owned.items() if param.owner == 0]
+            owned = zeroshard.report(model).routing.matrices
+            names = [name for name, matrix in owned.items() if matrix.owner == 0]
             floor = _newton_schulz([model.get_parameter(name).shape for name in names], device)
         loss.backward()
         warmup = [_time(step, device)[1] for _ in range(3)]
@@ -148,9 +156,24 @@ def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> 
         times = [_time(step, device, sleep_cycles) for _ in range(repeats)]
         products = [_time(floor, device)[0] for _ in range(repeats)] if floor is not None else []
         peak = memory.peak()["allocated"]
+        kernels = _kernel_ms(step) if device == "cuda" and way != "FSDP2" else {}
     seconds, host = (statistics.median(values) for values in zip(*times, strict=True))
-    found = {"ms": seconds * 1e3, "host_ms": host * 1e3, "allocated": peak}
+    found = {"ms": seconds * 1e3, "host_ms": host * 1e3, "allocated": peak, "kernels": kernels}
     return found | ({"products_ms": statistics.median(products) * 1e3} if products else {})
+
+
+def _kernel_ms(step: Callable[[], object], steps: int = 5) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels, by kind."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        name = next((kind for kind, words in KERNELS.items() if any(word in event.key for word in words)), "others")
+        found[name] = found.get(name, 0.0) + event.self_device_time_total / 1e3 / steps
+
+    return found
 
 
 def _muon_with_adamw(model: nn.Module) -> MuonWithAdamW:
@@ -209,6 +232,9 @@ def muon(argv: Sequence[str] | None = None) -> None:
         rows.append([way, *figures, gigabytes(run.get("allocated")), failure(run)])
     heads = ("step", "ms", "host ms", "its matrix products alone, ms", "ratio", "allocated at peak GB", "note")
     trials.show("muon", heads, rows)
+    kernels = sorted(runs["zeroshard 3"].get("kernels", {}).items(), key=lambda item: -item[1])
+    if kernels:
+        trials.show("kernels", ("kernels of zeroshard 3", "ms a step"), kernels)
 
 
 def update(argv: Sequence[str] | None = None) -> None:

@@ -47,6 +47,8 @@ class Case(Workload):
     checkpoint: str = "none"
     offload: Any = None
     clip: bool = False
+    gather_dtype: str | None = None
+    reduce_wire: str | None = None
 
     @property
     def tiny(self) -> Case:
@@ -54,8 +56,14 @@ class Case(Workload):
 
     @property
     def strategy(self) -> Strategy:
-        offload = Offload.from_option(self.offload)
-        return Strategy(stage=self.stage, checkpoint=self.checkpoint, offload=offload, micro_batch=self.batch)  # type: ignore[arg-type]
+        return Strategy(
+            stage=self.stage,
+            checkpoint=self.checkpoint,  # type: ignore[arg-type]
+            offload=Offload.from_option(self.offload),
+            micro_batch=self.batch,
+            gather_dtype=self.gather_dtype,
+            reduce_wire=self.reduce_wire,
+        )
 
 
 GPT_2_7B = {"layers": 32, "heads": 32, "width": 2560}
@@ -129,7 +137,8 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
     predicted = predict(chosen, Machine.resolve(Path(machine)))
     mesh_of = alone(device) if chosen.ranks == 1 else one_rank(device, (chosen.ranks,))
     with mesh_of as mesh, Memory(device) as memory:
-        options = {"clip": 1.0 if chosen.clip else None, "offload": chosen.offload, "precision": chosen.precision}
+        options = {name: getattr(chosen, name) for name in ("offload", "precision", "gather_dtype", "reduce_wire")}
+        options["clip"] = 1.0 if chosen.clip else None
         job = Job(chosen, device, mesh)
         training = ours(job, chosen.stage, chosen.strategy.checkpoint_options, **options)
         states = StateBytes(training.model, training.optimizer)

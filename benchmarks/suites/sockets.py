@@ -2,6 +2,7 @@
 
     python -m benchmarks sockets                  # 2 NCCL ranks on one GPU: GPT of 162M in fp32
     python -m benchmarks sockets --tiny --device cpu
+    python -m benchmarks sockets --wire           # instead: stages 1 to 3 in bf16, and 8-bit collectives (`wire.py`)
 
 Data goes through loopback sockets, so a step is mostly communication: what is not overlapped with backward shows. All
 variants live in the same processes and take turns, a few steps at a time; a step's time is that of the slowest rank.
@@ -26,6 +27,7 @@ import zeroshard
 from benchmarks.harness.ranks import default_backend, run_ranks
 from benchmarks.harness.record import Result, failure, ratio
 from benchmarks.harness.trials import Trials, make_parser
+from benchmarks.suites import wire
 from zeroshard.models import GPT, GPTConfig
 
 SHAPE = {"vocab_size": 50304, "context": 256, "layers": 12, "heads": 12, "width": 768}
@@ -100,20 +102,27 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(ranks: int, device: str, **given: Any) -> Result:
+def measure(ranks: int, device: str, is_wire: bool = False, **given: Any) -> Result:
     """Train in processes of their own."""
-    return run_ranks(train, ranks, default_backend(device), device=device, **given)
+    function = wire.train if is_wire else train
+    return run_ranks(function, ranks, default_backend(device), device=device, **given)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all variants and print a table."""
     parser = make_parser(__doc__, timeout=600.0)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 2; with --wire 2 and 4)")
+    parser.add_argument("--wire", action="store_true", help="stages 1 to 3 in bf16, and collectives in 8 bits")
+    parser.add_argument("--size", nargs="+", choices=list(wire.SHAPES), default=["150m"], help="with --wire")
     parser.add_argument("--turns", type=int, help=f"of {TURN} steps each (default: 12)")
     chosen = parser.parse_args(argv)
-    trials = Trials("sockets", measure, chosen, ranks=chosen.ranks, device=chosen.device)
+    if chosen.wire:
+        wire.main(chosen, measure)
+        return
+    trials = Trials("sockets", measure, chosen, device=chosen.device)
     turns = chosen.turns or (2 if chosen.tiny else 12)
-    show(trials.run(shape=TINY if chosen.tiny else SHAPE, turns=turns), trials)
+    for ranks in chosen.ranks or (2,):
+        show(trials.run(ranks=ranks, shape=TINY if chosen.tiny else SHAPE, turns=turns), trials)
 
 
 def show(result: Result, trials: Trials) -> None:

@@ -23,10 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_processes
 
-from benchmarks.harness import record, search, training, trials, workloads
+from benchmarks.harness import record, search, shared_gpu, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
 from benchmarks.suites import (
     checkpoint,
+    fp8,
+    local_steps,
     memory,
     offload,
     optimizer,
@@ -37,6 +39,7 @@ from benchmarks.suites import (
     scaling,
     sockets,
     stages,
+    wire,
 )
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.optim import step
@@ -430,6 +433,18 @@ def test_a_step_with_states_on_the_host(
 # ------------------------------------------------------------------------------------------------ the other suites
 
 
+def test_float8_and_bf16_of_a_gpt_and_a_curve(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("7.6B, batch 4", "curve")
+    results = run(fp8.main, tmp_path, "--rows", *rows, "--steps", "1", "--curve-steps", "2")
+    assert [(result["row"], result["variant"]) for result in results] == [
+        (row, variant) for row in rows for variant in ("bf16", "fp8")
+    ]
+    assert results[1]["float8"] == "8 layers; not head (in keep_bf16)"
+    assert results[1]["communicated"] < results[0]["communicated"]
+    assert len(results[3]["losses"]) == 2
+    assert [row[1] for row in cells(capsys.readouterr().out)[2:]] == ["bf16", "fp8"] * 2
+
+
 def test_the_update_alone(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -488,7 +503,9 @@ def test_a_transformers_model_is_loaded_by_two_ranks(tmp_path: Path, monkeypatch
         pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
         (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
         (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
+        pytest.param(local_steps.main, ["--variants", "local_steps=8"], marks=pytest.mark.slow(seconds=10)),
         pytest.param(sockets.main, ["--turns", "1"], marks=pytest.mark.slow(seconds=10)),
+        pytest.param(sockets.main, ["--wire", "--ranks", "2"], marks=pytest.mark.slow(seconds=10)),
     ],
 )
 def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: None, tmp_path: Path) -> None:
@@ -496,3 +513,25 @@ def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: No
     machine.write_text('{"like": "cpu"}')
     given = [*arguments, "--machine", str(machine)] if main is planner.main else arguments
     assert run(main, tmp_path, *given)
+
+
+# ------------------------------------------------------------------------------------------- ranks that share a GPU
+
+
+def test_a_step_of_ranks_that_share_a_gpu_is_its_bytes_and_its_computation() -> None:
+    """Where the link is slow a step takes its bytes over its rates; where it is fast, as long as it computes."""
+    config = GPTConfig(vocab_size=512, context=32, layers=3, heads=4, width=128)
+    traced = shared_gpu.trace_gpt(config, precision="bf16", backwards=1)
+    kinds = {"all-gather": 4e6, "reduce-scatter": 2e6, "all-to-all": 3e6}
+    for strategy in wire.VARIANTS.values():
+        slow = shared_gpu.SharedDevice(4, "NVIDIA H200", 1e-4, kinds).predict(traced, strategy)
+        reduce_rate = 3e6 if strategy.reduce_wire else 2e6
+        expected = 0.75 * (slow.traffic["all-gather"] / 4e6 + slow.traffic["reduce-scatter"] / reduce_rate)
+        assert slow.step == pytest.approx(expected, rel=0.05)
+        fast = shared_gpu.SharedDevice(2, "NVIDIA H200", 2.0, dict.fromkeys(kinds, 1e12)).predict(traced, strategy)
+        assert fast.step == pytest.approx(2.0, rel=0.01)
+
+
+def test_sizes_of_the_socket_runs_are_those_of_their_names() -> None:
+    for name, billions in (("150m", 0.162), ("1.4b", 1.415)):
+        assert GPTConfig(**wire.SHAPES[name]).parameters / 1e9 == pytest.approx(billions, rel=0.01)  # type: ignore[arg-type]

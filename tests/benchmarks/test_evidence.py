@@ -15,7 +15,7 @@ from ranks import run_processes
 from test_benchmark_docs import copy_pages
 
 from benchmarks import evidence, report
-from benchmarks.evidence import BASE, CONTROL, curves, endurance, page
+from benchmarks.evidence import BASE, CONTROL, FEWER_BYTES, curves, endurance, page
 from benchmarks.harness import chart, trials
 
 HEAD = {"command": "python -m benchmarks evidence", "date": "2026-11-17", "machine": {"device": "NVIDIA H200"}}
@@ -95,6 +95,21 @@ def test_the_largest_difference_of_any_curve_is_said_and_drawn(root: Path) -> No
     (root / page.FOLDER / "curves.svg").write_text(drawn.replace("zeroshard 3", "zeroshard 4"))
     with pytest.raises(SystemExit, match=r"^docs/evidence/curves.svg: not what the records say"):
         report.main(["--check"], root)
+
+
+def test_curves_with_fewer_bytes_are_compared_with_full_precision(root: Path) -> None:
+    results = [
+        {"variant": name, "losses": [2.0, 1.5 + index / 8], "steps": 2, "parameters": 7}
+        for index, name in enumerate(FEWER_BYTES)
+    ]
+    text = write(root, "fewer_bytes", {"results": results, "tables": {}})
+    assert (
+        "difference from full precision's loss, of any curve in any step, is 0.500 (gathers and reductions in fp8)"
+        in text
+    )
+    assert "full precision itself differs by 0.625. full precision's loss at the end is 1.75" in text
+    drawn = (root / page.FOLDER / "fewer_bytes.svg").read_text()
+    assert "Difference from full precision" in drawn and drawn.count("<polyline") == 2 * len(results) - 1
 
 
 def test_several_sections_do_not_write_one_record(tmp_path: Path) -> None:
