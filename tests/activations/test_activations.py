@@ -221,7 +221,7 @@ def test_a_rank_keeps_its_part_of_each_input_and_gathers_each_once(
             assert (gathers.count, gathers.bytes) == (5, 5 * world * part)
 
 
-def after_forward(depth: int, options: dict[str, Any]) -> tuple[int, int, int]:
+def after_forward(rank: int, depth: int, options: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes that are held between forward and backward: on the device by the ledger, on the host, and all in truth."""
     model, _ = zeroshard.shard(make_net(blocks=depth, width=16))
     zeroshard.checkpoint_activations(model, **options)
@@ -239,11 +239,12 @@ def after_forward(depth: int, options: dict[str, Any]) -> tuple[int, int, int]:
 @pytest.mark.slow
 def test_device_memory_of_offloaded_activations_is_that_of_two_blocks_whatever_the_depth() -> None:
     each, states = 32 * 16 * 16 * 4, 5056  # bytes of a block's input, of the random state that torch keeps for it
-    shallow, deep = after_forward(4, {"offload": True}), after_forward(16, {"offload": True})
+    (shallow,), (deep,) = (run_processes(1, after_forward, depth, {"offload": True}, fresh=True) for depth in (4, 16))
     assert shallow[:2] == (2 * each, 4 * each)
     assert deep[:2] == (2 * each, 16 * each)
     assert deep[2] - shallow[2] <= 12 * states  # nothing else is held either
-    assert after_forward(16, {})[0] - after_forward(4, {})[0] == 12 * each
+    (shallow,), (deep,) = (run_processes(1, after_forward, depth, {}, fresh=True) for depth in (4, 16))
+    assert deep[0] - shallow[0] == 12 * each
 
 
 def test_what_runs_next_is_on_its_way_while_a_block_runs_again_and_what_is_over_is_gone() -> None:

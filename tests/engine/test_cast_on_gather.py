@@ -203,7 +203,7 @@ def test_a_rank_holds_fourteen_bytes_a_parameter_as_predicted(world: int) -> Non
     wanted = 14 * PSI / world
     assert wanted <= predicted.state_bytes < wanted * (1 + ALIGNMENT)
     assert predicted.states["parameters"] == 0
-    for report, live in run_processes(world, measured, options):
+    for report, live in run_processes(world, measured, options, fresh=True):
         assert wanted <= report.states < wanted * (1 + ALIGNMENT)
         for kind, nbytes in predicted.states.items():
             held = report.memory[kind, "device"].now if (kind, "device") in report.memory else 0

@@ -276,7 +276,7 @@ WAYS = ["del", "unwrap", "forward without backward"]
     [(stage, (None, "bf16")[(stage + number) % 2], way) for stage in STAGES for number, way in enumerate(WAYS)],
 )
 def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision: str | None, way: str) -> None:
-    for held, gone in run_processes(2, train_and_delete, 2, stage, precision, way, 1):
+    for held, gone in run_processes(2, train_and_delete, 2, stage, precision, way, 1, fresh=True):
         assert gone == [[]], "still alive"
         assert held == [0]
 
@@ -284,7 +284,7 @@ def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_five_times_in_a_row_nothing_grows(stage: int) -> None:
-    for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 5):
+    for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 5, fresh=True):
         assert gone == [[]] * 5
         assert held == [0] * 5
 
@@ -312,7 +312,7 @@ def delete_on_a_failure(rank: int, stage: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_del_frees_everything_after_a_failed_forward(stage: int) -> None:
-    for held, _ in run_processes(2, delete_on_a_failure, stage):
+    for held, _ in run_processes(2, delete_on_a_failure, stage, fresh=True):
         assert held == 0
 
 

@@ -309,7 +309,7 @@ def allocations_of_shard(rank: int, stage: int, world: int, precision: str | Non
 
 @functools.cache
 def allocations(stage: int, world: int, precision: str | None):
-    (found,) = run_processes(1, allocations_of_shard, stage, world, precision)
+    (found,) = run_processes(1, allocations_of_shard, stage, world, precision, fresh=True)
     return found
 
 
@@ -353,7 +353,7 @@ def excess_while_initialising(rank: int, by: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["init_fn", "reset_parameters"])
 def test_live_tensors_inside_initialisation_are_the_shards_and_one_unit(by: str) -> None:
-    for seen in run_processes(2, excess_while_initialising, by):
+    for seen in run_processes(2, excess_while_initialising, by, fresh=True):
         assert len(seen) >= LARGE.layers
         assert set(seen) == {0}
 

@@ -153,7 +153,7 @@ def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_live_tensors_say_so_too(stage: int) -> None:
-    for freed, most in run_processes(2, freed_by_zero_grad, stage):
+    for freed, most in run_processes(2, freed_by_zero_grad, stage, fresh=True):
         assert 0 < most <= freed < most + 256  # gloo's threads let go of a few bytes of their own now and then
 
 

@@ -8,11 +8,11 @@ import os
 import socket
 import struct
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -73,26 +73,23 @@ def live_beyond(limit: int) -> int:
     return beyond
 
 
-class BlindProfilerError(Exception):
-    """torch's profiler missed an allocation that was made."""
-
-
 def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
     """Run ``body``; return the peak and the final bytes of torch's CPU allocator, relative to the start.
 
-    Workspaces, which one operator allocates and frees itself, do not count. oneDNN uses some for bf16 products and
-    convolutions; their size depends on CPU and version, not on zeroshard.
+    Only memory that is allocated inside ``body`` counts, so frees of anything older do not. Nor do workspaces, which
+    one operator allocates and frees itself: oneDNN uses some for bf16 products and convolutions, and their size depends
+    on CPU and version, not on zeroshard.
 
-    Frees of memory that was allocated before the profiler started are not seen. Occasionally, after thousands of tests
-    in one process, the profiler sees nothing at all: then this raises.
+    Occasionally, after thousands of tests in one process, the profiler sees nothing at all: then this raises. Call it
+    in a fresh process (`run_processes(..., fresh=True)`).
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.empty(PROBE, dtype=torch.uint8)
         body()
-    held = most = 0
-    changes = _changes_without_workspaces(profiled.profiler.kineto_results.events())
+    changes = _changes_without_workspaces(profiled.profiler.kineto_results.experimental_event_tree())
     if PROBE not in changes:
-        raise BlindProfilerError(f"of {len(changes)} events none is the allocation of {PROBE} bytes")
+        raise RuntimeError(f"torch's profiler missed an allocation of {PROBE} bytes; it saw {len(changes)} events")
+    held = most = 0
     for nbytes in changes:
         if abs(nbytes) != PROBE:
             held += nbytes
@@ -102,25 +99,27 @@ def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
 
 def _changes_without_workspaces(events: Any) -> list[int]:
     """Return bytes allocated or freed (negative), in order, without pairs from within one operator."""
-    running: defaultdict[int, list[Any]] = defaultdict(list)  # by thread: running operators, the innermost last
-    taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by operator and bytes: indices in `changes`
     changes: list[int] = []
-    for event in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
-        stack = running[event.start_thread_id()]
-        while stack and stack[-1].end_ns() < event.start_ns():
-            stack.pop()
-        if event.name() != "[memory]":
-            stack.append(event)
-            continue
-        nbytes = event.nbytes()
-        changes.append(nbytes)
-        if stack and stack[-1].name().startswith("aten::"):
-            of_operator = taken[id(stack[-1]), abs(nbytes)]
-            if nbytes > 0:
-                of_operator.append(len(changes) - 1)
-            elif of_operator:
-                changes[of_operator.pop()] = changes[-1] = 0
+    allocated: dict[int, tuple[int, Any]] = {}  # by address: index in `changes`, and the operator
+    for event in sorted(_memory_events(events), key=lambda e: e.start_time_ns):
+        _, memory = event.typed
+        if memory.alloc_size > 0:
+            allocated[memory.ptr] = len(changes), event.parent
+            changes.append(memory.alloc_size)
+        elif memory.ptr in allocated:
+            index, operator = allocated.pop(memory.ptr)
+            is_workspace = operator is not None and operator == event.parent and operator.name.startswith("aten::")
+            changes.append(0 if is_workspace else -changes[index])
+            if is_workspace:
+                changes[index] = 0
     return changes
+
+
+def _memory_events(events: Any) -> Iterator[Any]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _memory_events(event.children)
 
 
 class Collectives(TorchDispatchMode):

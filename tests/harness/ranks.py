@@ -312,20 +312,23 @@ def run_processes(
     timeout: float = 120,
     env: dict[str, str] | None = None,
     backend: str = "gloo",
+    fresh: bool = False,
 ) -> list[T]:
     """Call `body(rank, *args)` in `world` processes, over gloo or NCCL. See the top of the file.
 
     Arguments and results are sent with `torch.save`, so they may contain tensors. `env` applies to this run only;
     variables that are read at process start (such as glibc's) have no effect.
+
+    Memory is measured in `fresh` processes, which no other run uses. In a worker of the pool, garbage that an earlier
+    body left may be freed during the measurement, and after thousands of runs torch's profiler may see nothing.
     """
     if "<" in body.__qualname__:
         raise ValueError(f"{body.__qualname__} cannot be sent to a process: move it to the top level of its module")
     global _pool
     if _pool is None:
         _pool = _Pool()
-    answers = _pool.run(
-        [_pack((rank, world, body, args, timeout, env or {}, backend)) for rank in range(world)], timeout
-    )
+    jobs = [_pack((rank, world, body, args, timeout, env or {}, backend)) for rank in range(world)]
+    answers = _pool.run(jobs, timeout, fresh)
     return [_unpack(answer) for answer in answers]
 
 
@@ -409,12 +412,12 @@ class _Pool:
         self._idle: list[_Worker] = []
         self._runs = 0
 
-    def run(self, jobs: list[bytes], timeout: float) -> list[bytes]:
-        """Run each job on a worker and return the answers; workers of a failed run are not used again."""
+    def run(self, jobs: list[bytes], timeout: float, fresh: bool) -> list[bytes]:
+        """Run each job on a worker and return the answers; workers of a failed or fresh run are not used again."""
         self._runs += 1
-        workers, fresh = self._take(len(jobs))
+        workers, started = self._take(len(jobs), fresh)
         try:
-            _answers(fresh, timeout=120)  # their first message: the timeout of a run starts when its ranks are up
+            _answers(started, timeout=120)  # their first message: the timeout of a run starts when its ranks are up
             for worker, job in zip(workers, jobs, strict=True):
                 with contextlib.suppress(BrokenPipeError):  # dead: _answers reports it
                     worker.connection.send((f"run {self._runs}", sys.path, job))
@@ -426,22 +429,26 @@ class _Pool:
             for worker in workers:
                 worker.kill()
             raise
-        self._idle = workers + self._idle
+        if fresh:
+            for worker in workers:
+                worker.kill()
+        else:
+            self._idle = workers + self._idle
         return answers
 
-    def _take(self, number: int) -> tuple[list[_Worker], list[_Worker]]:
+    def _take(self, number: int, fresh: bool) -> tuple[list[_Worker], list[_Worker]]:
         """Return `number` workers, and those of them that were started now."""
         taken: list[_Worker] = []
-        fresh: list[_Worker] = []
-        while len(taken) < number and self._idle:
+        started: list[_Worker] = []
+        while len(taken) < number and self._idle and not fresh:
             worker = self._idle.pop(0)
             if worker.process.is_alive():
                 taken.append(worker)
             else:
                 worker.kill()
-        while len(taken) + len(fresh) < number:
-            fresh.append(_Worker(self._store.port))
-        return taken + fresh, fresh
+        while len(taken) + len(started) < number:
+            started.append(_Worker(self._store.port))
+        return taken + started, started
 
     def close(self) -> None:
         for worker in self._idle:

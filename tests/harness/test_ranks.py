@@ -1,5 +1,6 @@
 """The rank harness: results come back in order, failures with their tracebacks, and nothing stays behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from live import allocated_bytes
 from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -97,6 +99,23 @@ def sub_group(rank: int) -> float:
 def tied(rank: int) -> dict[str, torch.Tensor]:
     weight = torch.arange(4.0)
     return {"a": weight, "b": weight}
+
+
+def measure_beside_garbage(rank: int) -> tuple[int, int]:
+    """Allocate 40 bytes, and free what an earlier measurement allocated and left in a cycle."""
+    kept: list[Any] = []
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [torch.ones(1000)]
+        cycle.append(cycle)
+
+    def measured() -> None:
+        kept.append(torch.ones(10))
+        gc.collect()
+
+    gc.disable()
+    allocated_bytes(leave_garbage)
+    return allocated_bytes(measured)
 
 
 def is_gone(pid: int) -> bool:
@@ -222,6 +241,18 @@ def test_processes_are_used_again() -> None:
     assert len(set(first)) == 2
     assert os.getpid() not in first
     assert set(run_processes(2, pid_of)) == set(first)
+
+
+def test_a_fresh_run_gets_processes_of_its_own() -> None:
+    idle = run_processes(2, pid_of)
+    fresh = run_processes(2, pid_of, fresh=True)
+    assert not set(fresh) & set(idle)
+    wait_until_gone(fresh)
+    assert set(run_processes(2, pid_of)) == set(idle)
+
+
+def test_garbage_of_an_earlier_measurement_is_not_subtracted() -> None:
+    assert run_processes(1, measure_beside_garbage, fresh=True) == [(40, 40)]
 
 
 @pytest.mark.parametrize(("how", "words"), [("exit", "exit code 3"), ("crash", "signal SIGSEGV")])

@@ -6,7 +6,6 @@ Sizes: a rank's part of the smallest model is already more than a bucket, so tha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live import BlindProfilerError, allocated_bytes
+from live import allocated_bytes
 from plain import Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -100,7 +99,7 @@ def gradients_of(model: nn.Module) -> int:
 @functools.cache
 def grown(stage: int, precision: str, deeper: bool) -> dict[int, Found]:
     """What is found, by how many times the parameters there are."""
-    (found,) = run_processes(1, measured, stage, precision, DEEPER if deeper else WIDER)
+    (found,) = run_processes(1, measured, stage, precision, DEEPER if deeper else WIDER, fresh=True)
     return found
 
 
@@ -145,22 +144,21 @@ def test_passes_and_clipping_of_a_deeper_model_allocate_no_more_than_activations
         assert abs(found[times][1]["clip"] - found[1][1]["clip"]) <= SMALL
 
 
+def scratch_of_a_step(rank: int, layers: int) -> int:
+    model = stack(layers, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    model, optimizer = zeroshard.shard(model, optimizer, bucket_size=BUCKET)
+    for _ in range(2):  # the first makes the states
+        model(torch.ones(1, 64)).sum().backward()
+        most, _ = allocated_bytes(optimizer.step)
+    return most
+
+
+@pytest.mark.slow
 def test_scratch_of_an_optimizers_own_kernels_is_that_of_one_bucket() -> None:
     """In fp32, where gradients need no copy: the plain AdamW makes tensors as long as its parameters."""
-
-    def most(layers: int) -> int:
-        model = stack(layers, 64)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=False)
-        model, optimizer = zeroshard.shard(model, optimizer, bucket_size=BUCKET)
-        for step in range(20):
-            model(torch.ones(1, 64)).sum().backward()
-            with contextlib.suppress(BlindProfilerError):
-                taken, _ = allocated_bytes(optimizer.step)
-                if step and taken:  # the first makes the states; and none does without memory of its own
-                    return taken
-        raise AssertionError("torch's profiler has seen none of 20 steps")
-
-    few, many = most(1), most(16)
+    (few,), (many,) = (run_processes(1, scratch_of_a_step, layers, fresh=True) for layers in (1, 16))
+    assert few > 0
     assert abs(few - many) <= 1024  # torch's profiler counts a small tensor of another thread, now and then
     assert many <= 3 * 4 * BUCKET
 
@@ -556,19 +554,21 @@ def test_rank_0s_buffers_reach_all_ranks_in_packs_of_one_size(bucket_size: int) 
                 assert len(sent) == 2 + math.ceil(copies * 2 / 6) + 1
 
 
-def test_a_large_buffer_is_sent_where_it_lies() -> None:
-    def body(rank: int) -> int:
-        model = nn.Linear(1, 1)
-        model.register_buffer("table", torch.zeros(10_000))
-        model, _ = zeroshard.shard(model)
-        engine = model._zeroshard.engine
-        buffers = BufferBroadcaster(
-            model, replace(engine.context, config=replace(engine.context.config, bucket_size=64))
-        )
-        engine.order.begin_pass("a test")
-        return allocated_bytes(buffers.sync_buffers)[0] if rank == 0 else buffers.sync_buffers() or 0
+def memory_of_a_large_buffer(rank: int) -> int:
+    model = nn.Linear(1, 1)
+    model.register_buffer("table", torch.zeros(10_000))
+    model, _ = zeroshard.shard(model)
+    engine = model._zeroshard.engine
+    buffers = BufferBroadcaster(model, replace(engine.context, config=replace(engine.context.config, bucket_size=64)))
+    engine.order.begin_pass("a test")
+    most, _ = allocated_bytes(buffers.sync_buffers)
+    return most
 
-    assert run_threads(2, body)[0] < 10_000
+
+@pytest.mark.slow
+def test_a_large_buffer_is_sent_where_it_lies() -> None:
+    for most in run_processes(2, memory_of_a_large_buffer, fresh=True):
+        assert most < 10_000
 
 
 # ------------------------------------------------------------------------------- gradients reduced, and added to

@@ -85,7 +85,7 @@ def count_at_rest(rank: int, stage: int):
 def test_bytes_at_rest_equal_the_formula_by_the_report_and_by_the_live_tensors(stage: int, world: int) -> None:
     with_gradients = formula(stage, world) * PSI
     without = with_gradients - gradients(stage, world) * PSI
-    ranks = run_processes(world, count_at_rest, stage)
+    ranks = run_processes(world, count_at_rest, stage, fresh=True)
     for wanted, counts in zip((with_gradients, without), zip(*ranks, strict=True), strict=True):
         assert len({report.states for report, _ in counts}) == 1  # all ranks alike
         for report, live in counts:
@@ -130,7 +130,7 @@ def peaks_of_a_step(rank: int, stage: int, world: int):
 
 @functools.cache
 def peaks(stage: int, world: int):
-    (found,) = run_processes(1, peaks_of_a_step, stage, world)
+    (found,) = run_processes(1, peaks_of_a_step, stage, world, fresh=True)
     return found
 
 

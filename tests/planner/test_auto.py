@@ -196,7 +196,7 @@ def measured(name: str, precision: str | None) -> list[tuple[int, int, str, list
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), [*((name, None) for name in CASES), ("net", "bf16")])
 def test_what_is_chosen_is_the_fastest_that_fits_and_really_fits(name: str, precision: str | None) -> None:
-    (outcomes,) = run_processes(1, measured_under_limits, name, precision)
+    (outcomes,) = run_processes(1, measured_under_limits, name, precision, fresh=True)
     assert len(outcomes) >= 4
     for limit, most, chosen, fastest in outcomes:
         assert most <= limit

@@ -214,7 +214,7 @@ def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
 @pytest.mark.parametrize("shape", ["--layers 3 --width 16 --heads 2 --sequence 64"])
 def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     flags = [*shape.split(), *"--vocabulary 128 --batch 16 --device cpu".split()]
-    (outcomes,) = run_processes(1, measured_under_limits, flags, str(tmp_path))
+    (outcomes,) = run_processes(1, measured_under_limits, flags, str(tmp_path), fresh=True)
     for limit, most, _ in outcomes:
         assert most <= limit
     chosen = {why.partition(":")[0] for *_, why in outcomes}
