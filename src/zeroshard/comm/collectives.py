@@ -173,55 +173,66 @@ class Communicator:
         what: str,
         received: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
-        first: CollectiveWork | None = None,
         inner_sum: torch.Tensor | None = None,
-        ends_inside: bool = False,
     ) -> CollectiveWork:
         """Sum or average (``averaged_dtypes``) gradients over the ranks, and store this rank's part in ``shard``.
 
         ``received`` is needed if :attr:`needs_receive_buffer`. It and ``packed`` are used until the work is done; two
         hops overwrite ``packed``. ``quantizer``: send 8 bits per element, and sum in fp32; then ``received`` has
-        :func:`exchange_numel` elements. ``first``: this is the second hop, after that one. ``inner_sum``: add this to
-        the result of the first hop. ``ends_inside``: there is no second hop; if ``inner_sum``, the result is added to
-        that instead of stored (see [Note: inner sums]).
+        :func:`exchange_numel` elements. ``inner_sum``: add this between the hops (see [Note: inner sums]).
         """
         if self.shard_axis.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
             return COMPLETED_WORK
-        axis, result, on_done = self._reduce_axes[0 if first is None else 1], shard, None
-        has_second_hop = first is None and not ends_inside and self.shard_axis.factors is not None
-        if has_second_hop or inner_sum is not None:  # NCCL reduces in place, and over gloo the input is received before
-            result = packed.view(axis.size, -1)[axis.rank]
-            can_overwrite = self._is_nccl or self.is_host_blocking or quantizer is not None
-            result = result if can_overwrite else torch.empty_like(result)
-        nbytes = packed.nbytes
-        is_averaged = packed.dtype in self.averaged_dtypes
-        if quantizer is not None:
-            assert received is not None
-            exchange = _QuantizedExchange(quantizer, packed, received, axis)
-            start, nbytes = exchange.start, exchange.nbytes
-            on_done = partial(exchange.sum, result, 1 / axis.size if is_averaged else 1.0)
-        elif self.is_host_blocking:
-            assert received is not None
-            start = partial(dist.all_to_all_single, received, packed, group=axis.group, async_op=True)
-            on_done = partial(sum_in_order, result, received.view(axis.size, -1))
-        else:
-            op = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
-            start = partial(_reduce_scatter, result, packed, op=op, group=axis.group, async_op=True)
-        if first is not None:
-            kind = "outer reduce-scatter"
-            return _start_after(self, first, self._second_reductions, start, kind, nbytes, what, on_done)
-        work = _start(self, start, "reduce-scatter", nbytes, what, on_done)
+        if self.shard_axis.factors is None:
+            return self.reduce_scatter_inner(shard, packed, what, received, quantizer)
+        part = self._inner_part(packed, quantizer)
+        first = self.reduce_scatter_inner(part, packed, what, received, quantizer)
         if inner_sum is not None:
-            add = partial(inner_sum.add_, result) if ends_inside else partial(result.add_, inner_sum)
-            work = self.finish_with(work, add)
-        if not has_second_hop:
-            return work
+            first = self.finish_with(first, partial(part.add_, inner_sum))
+        return self.reduce_scatter_outer(shard, part, what, received, quantizer, first)
+
+    def reduce_scatter_inner(
+        self,
+        part: torch.Tensor,
+        packed: torch.Tensor,
+        what: str,
+        received: torch.Tensor | None,
+        quantizer: Quantizer | None,
+        adds: bool = False,
+    ) -> CollectiveWork:
+        """Reduce gradients over the inner axis: the first of two hops. ``adds``: add the result to ``part``."""
+        result = self._inner_part(packed, quantizer) if adds else part
+        start, nbytes, on_done = _reduction(self, self._reduce_axes[0], result, packed, received, quantizer)
+        work = _start(self, start, "reduce-scatter", nbytes, what, on_done)
+        return self.finish_with(work, partial(part.add_, result)) if adds else work
+
+    def reduce_scatter_outer(
+        self,
+        shard: torch.Tensor,
+        part: torch.Tensor,
+        what: str,
+        received: torch.Tensor | None,
+        quantizer: Quantizer | None,
+        after: CollectiveWork,
+    ) -> CollectiveWork:
+        """Reduce gradients over the outer axis: the second of two hops, ``after`` the first."""
         if quantizer is not None:
-            return self.reduce_scatter(shard, result, what, received, quantizer.next_hop, first=work)
-        received = received if received is None else received[: result.numel()]
-        return self.reduce_scatter(shard, result, what, received, first=work)
+            quantizer = quantizer.next_hop
+        elif received is not None:
+            received = received[: part.numel()]
+        start, nbytes, on_done = _reduction(self, self._reduce_axes[1], shard, part, received, quantizer)
+        kind = "outer reduce-scatter"
+        return _start_after(self, after, self._second_reductions, start, kind, nbytes, what, on_done)
+
+    def _inner_part(self, packed: torch.Tensor, quantizer: Quantizer | None) -> torch.Tensor:
+        """Return memory for the result of the first hop: inside ``packed`` if that may be overwritten."""
+        axis = self._reduce_axes[0]
+        part = packed.view(axis.size, -1)[axis.rank]
+        # NCCL reduces in place; over gloo and in 8 bits the input is sent before the result is written
+        can_overwrite = self._is_nccl or self.is_host_blocking or quantizer is not None
+        return part if can_overwrite else torch.empty_like(part)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], what: str
@@ -345,6 +356,29 @@ def _start(
     if on_done is not None:
         return comm.finish_with(work, on_done)
     return _TimedWork(work, comm.wait_timer) if comm.wait_timer.is_running else work
+
+
+def _reduction(
+    comm: Communicator,
+    axis: MeshAxis,
+    result: torch.Tensor,
+    packed: torch.Tensor,
+    received: torch.Tensor | None,
+    quantizer: Quantizer | None,
+) -> tuple[Callable[[], Any], int, Callable[[], object] | None]:
+    """Return what starts a reduction over one axis, the bytes it sends, and what writes the result, if needed."""
+    is_averaged = packed.dtype in comm.averaged_dtypes
+    if quantizer is not None:
+        assert received is not None
+        exchange = _QuantizedExchange(quantizer, packed, received, axis)
+        return exchange.start, exchange.nbytes, partial(exchange.sum, result, 1 / axis.size if is_averaged else 1.0)
+    if comm.is_host_blocking:
+        assert received is not None
+        start = partial(dist.all_to_all_single, received, packed, group=axis.group, async_op=True)
+        return start, packed.nbytes, partial(sum_in_order, result, received.view(axis.size, -1))
+    op = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
+    start = partial(_reduce_scatter, result, packed, op=op, group=axis.group, async_op=True)
+    return start, packed.nbytes, None
 
 
 def _start_after(

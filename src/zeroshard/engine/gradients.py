@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -270,7 +271,7 @@ class Gradients:
         self._context.order.check(unit.reduce_label)
         self.reducer.begin_unit()
         flat_grads = self._unit_grads[unit]
-        if True in [flat_grad.has_local_sum for flat_grad in flat_grads]:
+        if any(map(attrgetter("has_local_sum"), flat_grads)):
             self._accumulate_local(unit)
         with label("reduce gradients {!r}", unit.name):
             for flat_grad in flat_grads:

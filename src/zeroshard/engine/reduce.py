@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -382,7 +383,7 @@ class GradReducer:
             in_place_inputs = self._buffers.in_place_inputs(flat_grad, autograd_grads)
         slots = self._buffers.acquire_slots(flat_grad, in_place_inputs)
         present = [tensor for tensor in autograd_grads if tensor is not None]
-        self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in present]))
+        self._tracker.record_transient("autograd", sum(map(attrgetter("nbytes"), present)))
         on_compute_stream = (
             self._can_finish_on_compute_stream
             and flat_grad.flat.spec.fits_one_packed_bucket
@@ -430,15 +431,11 @@ class GradReducer:
         """
         numel = self._buffers.receive_numels[flat_grad][bucket_index]
         received = None if slot.receive_buffers is None or not numel else slot.receive_buffers.view(numel)
-        quantizer, first = self._buffers.quantizers[flat_grad][bucket_index], None
+        quantizer = self._buffers.quantizers[flat_grad][bucket_index]
         if hops is Hops.INNER:
-            work = self._comm.reduce_scatter(target, packed, what, received, quantizer, None, inner_sum, True)
-            slot.finish_reduce = work.wait
+            adds = inner_sum is not None
+            slot.finish_reduce = self._comm.reduce_scatter_inner(target, packed, what, received, quantizer, adds).wait
             return
-        if hops is Hops.OUTER:
-            first, inner_sum = COMPLETED_WORK, None
-            quantizer = quantizer if quantizer is None else quantizer.next_hop
-            received = received if received is None or quantizer is not None else received[: packed.numel()]
         # If the shard holds no values yet, reduce directly into it.
         result = slot.output_buffers.view(target.numel()) if flat_grad.needs_reduce_buffer else target
         finish, kept = self._finish_on_device, packed
@@ -446,7 +443,10 @@ class GradReducer:
             finish, kept = self._finish_offloaded, packed[: target.numel()]
             if self._comm.shard_axis.size == 1:
                 result, kept = packed, result
-        work = self._comm.reduce_scatter(result, packed, what, received, quantizer, first, inner_sum)
+        if hops is Hops.OUTER:
+            work = self._comm.reduce_scatter_outer(result, packed, what, received, quantizer, COMPLETED_WORK)
+        else:
+            work = self._comm.reduce_scatter(result, packed, what, received, quantizer, inner_sum)
         axes = self._comm.replicate_axes
         if axes:
             work, axes = self._start_sum(work, result, what, axes)
