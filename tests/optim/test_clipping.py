@@ -405,6 +405,22 @@ def test_under_fp16_torch_never_measures_scaled_gradients(world: int, measure: A
         assert norm == "refused" or norm == pytest.approx(plain_norm(2.0), rel=1e-2)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_clip_value_is_not_rounded(dtype: torch.dtype, default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    try:
+        model = nn.Linear(4, 1, bias=False, dtype=dtype)
+        model, optimizer = zeroshard.shard(model, sgd(model))
+        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        optimizer.clip_grad_value_(0.1)
+        found = zeroshard.full_gradient(model, "weight")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found is not None
+    assert torch.equal(found, torch.full((1, 4), 0.1, dtype=dtype))
+
+
 @every_stage
 def test_clip_grad_value_is_right_or_says_what_is(stage: int) -> None:
     wanted = {name: gradient.clamp(-1e-3, 1e-3) for name, gradient in plain_gradients().items()}

@@ -42,7 +42,7 @@ def clip_grad_value(engine: Engine, groups: ParamGroups, clip_value: float) -> N
     _begin_clip(engine, groups)
     gradients.scaling.apply()
     _prepare_write(engine, groups)
-    limit = torch.tensor(float(clip_value), device=engine.comm.device)
+    limit = torch.tensor(float(clip_value), dtype=torch.float64, device=engine.comm.device)
     limit = limit if gradients.scaling.scale.inv_scale is None else limit / gradients.scaling.scale.inv_scale
     for shard in groups.grad_shards():
         bound = limit.to(shard.device, shard.dtype)
