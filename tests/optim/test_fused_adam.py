@@ -518,3 +518,14 @@ def test_units_of_stage_3_lie_in_a_row_for_each_piece_of_the_gradients() -> None
     for one in kernels:
         (table,) = make_tables(one.laid[0], 64, torch.device("cpu"))
         assert len(one.laid[0]) == 5 and len(table.rows) == 4
+
+
+def test_powers_of_beta_are_in_fp32_with_any_default_dtype() -> None:
+    """In bf16, 0.999 is 1, and there would be no update."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        launch = triton_kernel.PreparedLaunch([], 1, torch.device("cpu"))
+        powers = launch.beta_powers((0.9, 0.999), [torch.tensor(2.0, dtype=torch.float32)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(powers, torch.tensor([[0.81, 0.998001]]))

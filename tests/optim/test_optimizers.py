@@ -791,3 +791,34 @@ def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precisio
         return optimizer.full_state("0.weight")["step"]
 
     assert run_threads(2, body) == [2, 2]
+
+
+def train_with_default_dtype(rank: int, case: str) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(MODEL)
+    parameters = list(model.parameters())
+    optimizer: Any = torch.optim.AdamW(parameters[:2] if case == "new group" else parameters, lr=1e-2)
+    options: dict[str, Any] = {"offload": "host"} if case == "offload" else {}
+    options["precision"] = "fp16" if case == "loss scale" else "bf16"
+    model, optimizer = zeroshard.shard(model, optimizer, stage=3, **options)
+    if case == "new group":
+        optimizer.add_param_group({"params": parameters[2:]})
+    for _ in range(3):
+        optimizer.scale(model(DATA).float().square().mean()).backward()
+        optimizer.clip_grad_norm_(0.013)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("case", ["new group", "offload", "loss scale"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_no_number(dtype: torch.dtype, case: str) -> None:
+    """Master weights, step counts, loss scales and clip coefficients are in fp32."""
+    wanted = run_threads(2, train_with_default_dtype, case)[0]
+    torch.set_default_dtype(dtype)
+    try:
+        found = run_threads(2, train_with_default_dtype, case)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name

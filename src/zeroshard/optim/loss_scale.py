@@ -25,13 +25,13 @@ class LossScale:
 
     def __init__(self, initial: float, device: torch.device, is_shared: bool = False) -> None:
         """``is_shared``: by several optimizers."""
-        self._scale = torch.full((), initial, device=device)  # fp32
+        self._scale = torch.full((), initial, dtype=torch.float32, device=device)
         self.inverse_scale = 1 / self._scale  # fp32
-        self.found_inf = torch.zeros((), device=device)  # fp32, 1 if a gradient was not finite on any rank
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # 1 if a gradient overflowed on any rank
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._is_shared = is_shared
         self._has_stepped = False  # whether a step has used scaled gradients since the last update
-        self._overflow = torch.zeros((), device=device)  # fp32, 1 if one of these steps was skipped
+        self._overflow = torch.zeros((), dtype=torch.float32, device=device)  # 1 if one of these steps was skipped
         self._has_warned = False
 
     @property

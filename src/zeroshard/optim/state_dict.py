@@ -344,7 +344,7 @@ def allocate_masters(engine: Engine, names: set[str]) -> None:
     trainable = [(unit, flat) for unit in engine.units for flat in unit.flats if flat.spec.is_trainable]
     for unit, flat in trainable:
         if flat.master is None and names & set(flat.names) and engine.context.precision.has_master(flat.dtype):
-            master = torch.empty(flat.layout.shard_numel, device=flat.device)
+            master = torch.empty(flat.layout.shard_numel, dtype=torch.float32, device=flat.device)
             flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
             engine.context.tracker.add("master weights", master.nbytes)
             for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):

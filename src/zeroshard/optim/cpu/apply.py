@@ -69,7 +69,7 @@ class GradScaleReadback:
         if scalars:
             values = torch.stack(list(scalars.values()))
             on_gpu = values.device.type == "cuda"
-            self._values = torch.empty(len(scalars), pin_memory=on_gpu, device="cpu")
+            self._values = torch.empty(len(scalars), dtype=torch.float32, pin_memory=on_gpu, device="cpu")
             self._values.copy_(values, non_blocking=True)
             self.ready_event = record_blocking_event(torch.cuda.current_stream()) if on_gpu else None
 

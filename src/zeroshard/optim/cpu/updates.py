@@ -248,7 +248,7 @@ class CpuUpdates:
                     chunk.states[key][within.slice].zero_()
                 state[key] = chunk.states[key][within.slice]
         if "exp_avg" in spec.state_keys and "step" not in state:
-            state["step"] = torch.tensor(0.0, device="cpu")
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         chunk.adopt_states(slice_, state, self._tiers)
 
     def _remove_uncommitted_states(self) -> None:

@@ -67,7 +67,8 @@ def _build_kernel(device: torch.device) -> FusedAdamKernel:
 
 def _self_test(kernel: FusedAdamKernel, device: torch.device) -> None:
     """Raise if the kernel does not compile, or its result differs from torch's."""
-    gradient, step = torch.linspace(-1, 1, 100, device=device), torch.ones((), device=device)
+    gradient = torch.linspace(-1, 1, 100, dtype=torch.float32, device=device)
+    step = torch.ones((), dtype=torch.float32, device=device)
     ours, expected = ([torch.full_like(gradient, start) for start in (1.0, 0.0, 0.0)] for _ in range(2))
     compute_param = torch.zeros_like(gradient, dtype=torch.bfloat16)
     kernel.run(

@@ -122,7 +122,7 @@ class PreparedLaunch:
 
     def __init__(self, tables: list[LaunchTable], slice_count: int, device: torch.device) -> None:
         self.tables = tables
-        self._betas = torch.empty(slice_count, 2, device=device)  # fp32
+        self._betas = torch.empty(slice_count, 2, dtype=torch.float32, device=device)
         self._filled_betas: tuple[float, float] | None = None
 
     def beta_powers(self, betas: tuple[float, float], steps: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -98,7 +98,7 @@ def _self_test(kernels: MuonKernels, device: torch.device) -> None:
     gradient = torch.linspace(-1, 1, 100, device=device).bfloat16()
     found = []
     for each in (kernels, TorchKernels()):
-        momentum, values = torch.full((100,), 0.25, device=device), torch.ones(100, device=device)
+        momentum, values = (torch.full((100,), start, dtype=torch.float32, device=device) for start in (0.25, 1.0))
         update = torch.zeros_like(gradient)
         each.update_momenta([MomentumPart(gradient, momentum, update)], options, GradScale())
         each.update_values([ValuePart(update, values)], options.decay, -0.3)
