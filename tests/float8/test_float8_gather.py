@@ -209,6 +209,23 @@ def test_a_tied_weight_is_gathered_in_bf16() -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_transposed_weight_is_gathered_in_bf16() -> None:
+    """A GPU multiplies by a weight that is stored by rows, and the all-gather would keep it stored by columns."""
+    x, found = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), []
+    for stage in (0, 3):
+        with seeded(0):
+            model = Block(16)
+        model.up.weight = nn.Parameter(model.up.weight.detach().t().contiguous().t())
+        sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp8")
+        sharded(x).float().square().mean().backward()
+        optimizer.step()
+        found.append(sharded(x).detach())
+    assert [name for flat in float8_flats(sharded) for name in flat.names] == ["down.weight"]
+    for weight in (weight for flat in float8_flats(sharded) for weight in flat.weights):
+        assert weight.columns.stride(0) == 1
+    assert torch.equal(*found)
+
+
 def test_new_values_get_new_scales() -> None:
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)

@@ -10,7 +10,8 @@ in bf16 and cast afterwards, to the bit.
 The full bf16 weights are nowhere. The parameters stay guarded, and point at placeholders, while their layers run; the
 layers have the float8 values (:class:`Float8Weight`). Other code that uses such a weight in a forward raises: its layer
 belongs into ``keep_bf16``. (Compiled code needs plain parameters: it would get NaN.) Inside ``gathered()`` the
-parameters have their bf16 values, and layers cast these. A weight that several modules share is gathered in bf16.
+parameters have their bf16 values, and layers cast these. A weight that several modules share, or that is transposed in
+memory, is gathered in bf16.
 """
 
 from __future__ import annotations

@@ -99,11 +99,16 @@ def find_float8_layers(
 
 
 def _find_own_weights(model: nn.Module, layers: list[str]) -> dict[str, str]:
-    """Return the weights, by name, that are parameters of one of these layers and of no other module."""
+    """Return the weights, by name, that are parameters of one of these layers and of no other module.
+
+    Without transposed ones: the all-gather keeps their order, and a GPU multiplies by rows.
+    """
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     own = {name: model.get_submodule(name)._parameters.get("weight") for name in layers}
     param_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {param_names[id(p)]: name for name, p in own.items() if p is not None and uses[id(p)] == 1}
+    return {
+        param_names[id(p)]: name for name, p in own.items() if p is not None and uses[id(p)] == 1 and p.is_contiguous()
+    }
 
 
 def _kept_modules(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> set[nn.Module]:
