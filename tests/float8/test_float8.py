@@ -7,6 +7,7 @@ import gc
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.nn.utils import parametrizations
 
 import zeroshard
 from zeroshard.config.config import Config
-from zeroshard.float8 import check_float8_device
+from zeroshard.float8 import E4M3, cast, check_float8_device, triton_cast
 from zeroshard.float8.linear import float8_linear
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.tracing.trace_model import trace_model
@@ -159,6 +160,15 @@ def test_other_dtypes_raise_and_autocast_casts() -> None:
         assert torch.equal(float8_linear(x.float(), weight, None), float8_linear(x, weight, None))
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="autocast"):
         float8_linear(x, weight, None)
+
+
+def test_the_kernels_take_no_tensor_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_cast, "triton", SimpleNamespace(jit=lambda function: function))
+    kernels = cast._build_kernels(torch.device("cpu"))
+    matrices = random(16, 16), random(16, 16).to("meta")
+    given = [cast.MatrixCast(matrix, torch.ones((), device=matrix.device), E4M3) for matrix in matrices]
+    with pytest.raises(RuntimeError, match="on cpu and meta: move its input"):
+        kernels.cast(given)
 
 
 def test_it_is_torchaos_recipe() -> None:

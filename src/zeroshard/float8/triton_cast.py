@@ -194,6 +194,11 @@ class TritonCast:
         key: tuple[Any, ...] = ("cast",)
         found = []
         for number, (matrix, largest_value, dtype, needs_rows, needs_columns) in enumerate(casts):
+            if matrix.device != device:  # a kernel would read the other GPU's memory, or crash
+                raise RuntimeError(
+                    f"a float8 layer got tensors on {device} and {matrix.device}: move its input to the device of its "
+                    "weight"
+                )
             columns = matrix.shape[-1]
             rows = matrix.numel() // columns
             matrix = matrix.contiguous()
