@@ -19,6 +19,7 @@ from zeroshard.optim.cpu.kernels import _beta_power_table
 from zeroshard.optim.fused_adam import triton_kernel
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, SliceTensors
 from zeroshard.optim.hyperparams import AdamHyperparams
+from zeroshard.utils.kernel_loader import EXACT_FP_OPTIONS
 
 triton = pytest.importorskip("triton")
 
@@ -122,7 +123,7 @@ def compiled(**chosen: Any) -> str:
     signature = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=places)
-    options = {"num_warps": triton_kernel.NUM_WARPS, **triton_kernel.EXACT_FP_OPTIONS}
+    options = {"num_warps": triton_kernel.NUM_WARPS, **EXACT_FP_OPTIONS}
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 

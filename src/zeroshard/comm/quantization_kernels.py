@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.utils.kernel_loader import current_device
+from zeroshard.utils.kernel_loader import EXACT_FP_OPTIONS, current_device
 
 try:
     import triton
@@ -17,8 +17,6 @@ except ImportError:  # CPU builds of torch do not include it
     triton = tl = None
 
 BLOCKS_PER_PROGRAM = 32
-# no fused multiply and add, and subnormal numbers are not flushed to zero
-EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def quantize_kernel(values, payloads, numel, row_bytes, LARGEST: tl.constexpr, FP8: tl.constexpr, BLOCKS: tl.constexpr):

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 import torch
 
 Kernels = TypeVar("Kernels")
+# of a kernel that must give torch's bits: no fused multiply and add, and subnormal numbers are not flushed to zero
+EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

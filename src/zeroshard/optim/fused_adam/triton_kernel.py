@@ -18,7 +18,7 @@ import torch
 from zeroshard.engine import GradScale
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
 from zeroshard.optim.hyperparams import AdamHyperparams
-from zeroshard.utils.kernel_loader import current_device
+from zeroshard.utils.kernel_loader import EXACT_FP_OPTIONS, current_device
 
 try:
     import triton
@@ -28,8 +28,6 @@ except ImportError:  # CPU builds of torch do not include it
 
 BLOCK_NUMEL = 1024  # elements per program
 NUM_WARPS = 4
-# see [Note: bit-equal to torch's fused Adam]
-EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def find_row(blocks, table, ROW: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):

@@ -17,10 +17,10 @@ import torch
 
 from zeroshard.engine import GradScale
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
-from zeroshard.optim.fused_adam.triton_kernel import BLOCK_NUMEL, EXACT_FP_OPTIONS, NUM_WARPS, find_row
+from zeroshard.optim.fused_adam.triton_kernel import BLOCK_NUMEL, NUM_WARPS, find_row
 from zeroshard.optim.muon import MuonOptions
 from zeroshard.optim.sharded_muon.kernels import SUPPORTED_DTYPES, MomentumPart, TorchKernels, ValuePart
-from zeroshard.utils.kernel_loader import current_device
+from zeroshard.utils.kernel_loader import EXACT_FP_OPTIONS, current_device
 
 try:
     import triton
