@@ -324,6 +324,36 @@ def test_a_step_leaves_the_scales_of_other_optimizers_alone() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+class Pair(nn.Module):
+    """Two blocks that are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16), Block(16)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x) for block in self.blocks]
+
+
+def step_one_of_two_in_a_unit(rank: int, stage: int) -> list[torch.Tensor]:
+    with seeded(0):
+        model, x = nn.Sequential(Pair()), torch.randn(4, 16)
+    optimizers = [torch.optim.SGD(block.parameters(), lr=0.5) for block in model[0].blocks]
+    sharded, optimizers = zeroshard.shard(model, optimizers, stage=stage, precision="fp8", units=[Pair])
+    assert len(sharded._zeroshard.engine.units) == 1
+    losses = [output.float().square().mean() for output in sharded(x)]
+    for loss, optimizer in zip(losses, optimizers, strict=True):
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [output.detach() for output in sharded(x)]
+
+
+def test_a_step_leaves_the_scales_of_other_optimizers_in_its_unit_alone() -> None:
+    expected, found = (run_threads(2, partial(step_one_of_two_in_a_unit, stage=stage)) for stage in (0, 3))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_training_after_an_evaluation_in_inference_mode() -> None:
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)

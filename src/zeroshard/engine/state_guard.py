@@ -253,11 +253,11 @@ class StateGuard:
             with label("copy master weights"):
                 torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
 
-    def begin_update(self, units: Iterable[Unit]) -> None:
-        """Wait for all-gathers of these units that an earlier step has started: they read what is about to change."""
-        for unit in units:  # inner shards and scales become stale also if the update raises
-            if self._tracks_changed_values:
-                unit.mark_values_changed(include_frozen=False)
+    def begin_update(self, units: Iterable[Unit], flats: Iterable[FlatParam]) -> None:
+        """Wait for all-gathers of these units that read what is about to change: the values of ``flats``."""
+        for flat in flats if self._tracks_changed_values else ():  # not all of a unit: it may have several optimizers
+            flat.mark_values_changed()  # here, because they have changed also if the update raises
+        for unit in units:
             if unit.state is UnitState.UNSHARDING and not unit.is_partitioned:
                 unit.wait_for_unshard()
 

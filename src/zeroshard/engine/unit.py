@@ -143,11 +143,10 @@ class Unit:
         self._all_gather = pending, self._all_gather_stream.record_event()
         self._enter(UnitState.UNSHARDING)
 
-    def mark_values_changed(self, include_frozen: bool = True) -> None:
+    def mark_values_changed(self) -> None:
         """Have the next unshard take over new values where it uses more than this rank's shard."""
         for flat in self.flats:
-            if include_frozen or flat.spec.is_trainable:
-                flat.mark_values_changed()
+            flat.mark_values_changed()
 
     def wait_for_unshard(self, module: str | None = None) -> None:
         """Wait for the all-gather and unguard the parameters.

@@ -279,7 +279,7 @@ class LocalSteps:
             for flat in own.flats:
                 if flat.prefetcher is not None:
                     flat.prefetcher.discard()
-            guard.begin_update(own.units)
+            guard.begin_update(own.units, own.flats)
             self._average((piece for flat in own.flats for piece in self._exact(flat)), self.outer)
             for ema in sorted(guard.averages, key=lambda ema: int(ema.number)):
                 engine.order.check(f"average the EMA that was made at event {ema.number}")

@@ -227,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = self._groups.own
             if own.has_ungrouped:
                 guard.apply_clip()  # of all gradients: the step would apply it to its own only
-            guard.begin_update(own.units)
+            guard.begin_update(own.units, own.flats)
             changed = self._step_runner.run(self._groups.slices_with_grad(), backwards)
             if changed is not None:
                 guard.copy_masters([flat for flat in changed if flat in own.flats], device_only=True)
