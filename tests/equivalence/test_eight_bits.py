@@ -318,6 +318,48 @@ def test_error_feedback_does_not_change_gradients_that_share_memory(stage: int) 
     assert_equal(run_threads(2, train_sum, stage, 4096)[0], large)  # each weight has its own bucket
 
 
+class Experts(nn.Module):
+    """Two weights in one unit; each forward uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.linspace(-1, 1, 42).sin().view(6, 7)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return nn.functional.linear(x, getattr(self, name)).square().sum()
+
+
+def use_experts(rank: int, names: Sequence[str], options: dict[str, Any]) -> list[tuple[float, torch.Tensor]]:
+    """Return the norm of all gradients, and that of the weight in use, after each backward. No value changes."""
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    mesh = init_device_mesh("cpu", (2, 2)) if "partition" in options else None
+    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, reduce_wire="int8", **options)
+    found = []
+    for name in names:
+        (model(torch.linspace(-1, 1 + rank, 14).view(2, 7), name) * (1e3 if name == "one" else 1e-3)).backward()
+        norm = float(optimizer.clip_grad_norm_(1.0))
+        found.append((norm, zeroshard.full_gradient(model, name)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "partition": "hierarchical-gradients"}], ids=str
+)
+def test_error_feedback_waits_for_the_next_gradient_of_a_parameter(options: dict[str, Any]) -> None:
+    """What is left of an unused parameter's last gradient is not a gradient: it would count in the norm."""
+    world = 4 if "partition" in options else 2
+    without = run_threads(world, use_experts, ("one", "two"), options)[0]
+    options = {**options, "error_feedback": True}
+    in_turns = run_threads(world, use_experts, ("one", "two", "one"), options)[0]
+    always = run_threads(world, use_experts, ("one", "one"), options)[0]
+    assert in_turns[1][0] == without[1][0]
+    assert torch.equal(in_turns[2][1], always[1][1])
+    assert not torch.equal(always[1][1], always[0][1])
+
+
 def move_feedback(rank: int, model: nn.Module, moves: bool) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(model)
     model, optimizer = zeroshard.shard(model, adamw_in_groups(model), stage=2, reduce_wire="int8", error_feedback=True)

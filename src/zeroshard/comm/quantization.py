@@ -18,7 +18,7 @@ never hidden. Blocks of zeros are exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -131,6 +131,9 @@ class Quantizer:
 class ErrorFeedback(Quantizer):
     """A quantizer of one tensor that adds what its last payload could not express to the next one.
 
+    Parts of the tensor that have no values this time are sent as zeros, and keep what they have left: a parameter that
+    no rank uses must not get a gradient, which would count in the norm, and which no step would apply.
+
     >>> feedback = ErrorFeedback("int8", torch.zeros(64))
     >>> values, payloads = torch.linspace(-1, 1, 64), torch.empty(1, payload_bytes(64), dtype=torch.uint8)
     >>> restored, total = torch.empty(64), torch.zeros(64)
@@ -142,9 +145,10 @@ class ErrorFeedback(Quantizer):
     True
     """
 
-    def __init__(self, dtype: str, residual: torch.Tensor) -> None:
+    def __init__(self, dtype: str, residual: torch.Tensor, find_absent: Callable[[], list[slice]] = list) -> None:
+        """``find_absent`` returns the parts that have no values; they share no block with the others."""
         super().__init__(dtype, residual.device)
-        self.residual = residual
+        self.residual, self._find_absent = residual, find_absent
 
     @property
     def next_hop(self) -> Quantizer:
@@ -153,8 +157,13 @@ class ErrorFeedback(Quantizer):
 
     def quantize(self, payloads: torch.Tensor, values: torch.Tensor) -> None:
         """Write the payloads of ``values``, which get the residual added; keep the new residual."""
+        absent = self._find_absent()
         values.add_(self.residual)
+        for part in absent:
+            values[part].zero_()
         super().quantize(payloads, values)
+        for part in absent:  # what is left of it stays
+            values[part].copy_(self.residual[part])
         self.dequantize(self.residual, payloads)
         # a gradient that is not finite is seen by all ranks, and does not come back in later steps
         torch.sub(values, self.residual, out=self.residual).nan_to_num_(0.0, 0.0, 0.0)

@@ -116,6 +116,11 @@ class FlatGrad:
         spans = [bucket_range] if include_replicated else self.flat.tp_sharded_ranges()
         return [common for span in spans if (common := span.intersect(bucket_range)) is not None]
 
+    def unused_parts(self, bucket: Range) -> list[slice]:
+        """Return the parts of a bucket that belong to parameters without a gradient on this rank."""
+        unused = [p for p in self.flat.layout.params_in_bucket(bucket) if not self.is_param_used[p.param_index]]
+        return [slice(part.offset, part.offset + part.elements.numel) for part in unused]
+
     def pop_autograd_grads(self) -> list[torch.Tensor | None]:
         """Return the gradients that autograd has stored in the parameters' ``grad``, and clear it."""
         autograd_grads = pop_autograd_grads(self.flat.parameters)

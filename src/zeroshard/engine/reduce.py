@@ -202,7 +202,10 @@ class ReduceBuffers:
             return [None if wire is None else Quantizer(wire, device)] * len(layout.buckets)
         residual = torch.zeros(layout.numel, dtype=flat_grad.dtype, device=device)
         self._tracker.add("error feedback", residual.nbytes)
-        return [ErrorFeedback(wire, residual[bucket.slice]) for bucket in layout.buckets]
+        return [
+            ErrorFeedback(wire, residual[bucket.slice], partial(flat_grad.unused_parts, bucket))
+            for bucket in layout.buckets
+        ]
 
     def _make_ring(self, dtype: torch.dtype) -> BucketRing:
         packed: set[int] = set()
