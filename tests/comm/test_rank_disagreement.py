@@ -82,6 +82,8 @@ def test_different_models_are_an_error_on_every_rank_that_names_parameter_and_ra
         ("stage", 2, 3),
         ("precision", "bf16", None),
         ("bucket_size", 128, 256),
+        ("ring", 1, 2),
+        ("loss_scale", 2.0**10, 2.0**11),
         ("reduce_dtype", "fp32", None),
         ("units", ("blocks.*",), None),
         ("keep_fp32", ("head",), ()),

@@ -68,10 +68,12 @@ def verify_same_model(
         "keep_bf16",
         "cast_on_gather",
         "bucket_size",
+        "ring",
         "units",
         "prefetch",
         "backwards",
         "elementwise",
+        "loss_scale",
     )
     options = {name: str(getattr(config, name)) for name in compared}
     options["offload"] = config.offload.summary if config.offload is not None else "None"
