@@ -84,13 +84,13 @@ class Config:
     reduce_wire: str | None = None
     """Stages 1 to 3: the dtype in which gradients are sent to be reduced. None: ``reduce_dtype``. "int8", "fp8": 8 bits
     per element, with scales as for ``gather_dtype``. Each rank gets its part of the gradient from all others and adds
-    these in fp32. On a mesh with two axes, ``partition`` must not be "hybrid"; sums of the inner axis are then sent in
-    8 bits over the outer one. Parameters that stay in fp32 under "bf16" and "fp16", or are in float64, are not
-    affected."""
+    these in fp32. On a mesh with two axes, ``partition`` must not be "hybrid" (unless there are ``local_steps``); sums
+    of the inner axis are then sent in 8 bits over the outer one. Parameters that stay in fp32 under "bf16" and "fp16",
+    or are in float64, are not affected."""
 
     error_feedback: bool = False
-    """With ``reduce_wire``: add what 8 bits could not express of a gradient to the next one that is sent, so that
-    errors do not add up. Each rank keeps a full gradient for it, in ``reduce_dtype``. It is not saved: after a load, it
+    """With ``reduce_wire``: add what 8 bits could not express of a gradient to the parameter's next one, so that errors
+    do not add up. Each rank keeps a full gradient for it, in ``reduce_dtype``. It is not saved: after a load, it
     starts from zero. On a mesh with two axes, it covers the first hop."""
 
     keep_fp32: tuple[str | type[nn.Module], ...] = ()

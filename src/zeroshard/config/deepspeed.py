@@ -231,7 +231,7 @@ _NO_COUNTERPART = {
     "sparse_attention": "use the model's own attention",
     "weight_quantization": "quantized weights are not supported",
     "zero_optimization.zenflow": "every gradient is applied in its own step",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are gathered in their own dtype",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept in their own dtype",
     "zero_optimization.zeropp_loco_param": "error_feedback=True is like it, without err_beta and reset_T",
 }
 
