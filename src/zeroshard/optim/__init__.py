@@ -8,7 +8,7 @@ from zeroshard.optim.model_optimizers import ModelOptimizers, as_list
 from zeroshard.optim.muon import MAX_STACKED_NUMEL, MuonWithAdamW
 from zeroshard.optim.optimizer_copy import state_after_first_step, state_bytes_per_element
 from zeroshard.optim.routing import measure_update
-from zeroshard.optim.sharded_muon.updater import max_exchanged_numel, runs_on_shards
+from zeroshard.optim.sharded_muon.updater import MOMENTUM_DTYPES, max_exchanged_numel, runs_on_shards
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
 from zeroshard.optim.slices import is_elementwise, max_slice_numel
 from zeroshard.optim.state_dict import StateDtypes, allocate_state
@@ -18,6 +18,7 @@ __all__ = [
     "ADAM_STATE_KEYS",
     "ANCHOR",
     "MAX_STACKED_NUMEL",
+    "MOMENTUM_DTYPES",
     "SUPPORTED_DTYPES",
     "LocalSteps",
     "ModelOptimizers",

@@ -15,6 +15,7 @@ from zeroshard.config.config import Config, check_replicas
 from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
 from zeroshard.optim import (
+    MOMENTUM_DTYPES,
     SUPPORTED_DTYPES,
     max_exchanged_numel,
     max_slice_numel,
@@ -154,6 +155,7 @@ class UnitSizes:
     device_grad_numels: tuple[tuple[torch.dtype, int], ...]  # elements of its gradients on the device, by dtype
     buckets: tuple[BucketSizes, ...]  # in reduce order
     exact_reduce_bytes: int  # of reduce_bytes, those that are not sent in 8 bits
+    trained_gather_bytes: int = 0  # of gather_bytes, those of trained parameters
     cast_bytes: int = 0  # bytes read and written on the device to cast or quantize its shard before an all-gather
     gather_payload_bytes: int = 0  # of gather_bytes, 8-bit values and scales: a buffer while it is gathered
     dequantize_bytes: int = 0  # bytes read and written on the device to dequantize them
@@ -233,8 +235,7 @@ def state_sizes(
     placement, shard_count = axes.placement, axes.shard_count
     unit_specs = plan_units(model, config.units, config.bucket_size) if unit_specs is None else unit_specs
     plan = _plan_model(model, config, unit_specs, axes, tensor, optimizer_states, on_gpu)
-    if whole and config.offload is not None:  # then owners have the states
-        whole = {name: spec._replace(is_on_shards=False) for name, spec in whole.items()}
+    whole = _place_whole_states(whole, plan.flats, config) if whole else None
     owners = WholeOwners(plan.flats, whole, shard_count, config.bucket_size) if whole else None
     states, offloaded = _count_all_states(config, plan.flats, placement, optimizer_states, owners)
     trained = [flat for flat in plan.flats if flat.is_optimized]
@@ -333,6 +334,20 @@ def _plan_model(
         on_gpu=on_gpu,
         inner_count=axes.inner_count,
     )
+
+
+def _place_whole_states(
+    whole: Mapping[str, WholeParamSpec], flats: list[FlatSpec], config: Config
+) -> dict[str, WholeParamSpec]:
+    """Return the specs, with states on the owners for groups that cannot run on shards: see [Note: Muon on shards]."""
+    dtypes = {name: flat.master_dtype for flat in flats for name in flat.names}
+    has_states = {
+        spec.group for name, spec in whole.items() if config.offload is not None or dtypes[name] not in MOMENTUM_DTYPES
+    }
+    return {
+        name: spec._replace(is_on_shards=spec.is_on_shards and spec.group not in has_states)
+        for name, spec in whole.items()
+    }
 
 
 def _count_all_states(
@@ -569,6 +584,7 @@ def _unit_sizes(
         exact_reduce_bytes=sum(
             flat.layout.numel * flat.reduce_dtype.itemsize for flat in trained if flat.reduce_wire is None
         ),
+        trained_gather_bytes=sum(flat.gather_bytes for flat in trained),
         cast_bytes=sum(map(_cast_bytes, flats)),
         gather_payload_bytes=gather_payload_bytes,
         dequantize_bytes=gather_payload_bytes + sum(flat.full_bytes for flat in gathered_in_8_bits),

@@ -274,6 +274,8 @@ class Mesh:
         if replicas == 1 or trains_alone:
             return [inside]
         if self._sizes.shard_count > ranks:  # [Note: two hops]
+            if ranks == 1:
+                return [Hop(kind, kind, nbytes, replicas, outer_stride)]
             if kind == "all-to-all":
                 return [Hop(kind, kind, nbytes, ranks * replicas, stride)]
             return [inside, Hop(f"outer {kind}", kind, nbytes / ranks, replicas, outer_stride)]
@@ -282,9 +284,14 @@ class Mesh:
         return [inside, Hop(kind, kind, nbytes, replicas, outer_stride)] if kind == "all-reduce" else [inside]
 
     def gather_hops(self, unit: UnitSizes, is_stale: bool) -> list[Hop]:
-        """Return what the all-gather of partitioned parameters consists of. ``is_stale``: see [Note: inner shards]."""
+        """Return what the all-gather of partitioned parameters consists of.
+
+        ``is_stale``: trained ones have changed since the last one, see [Note: inner shards].
+        """
         hops = self.hops("all-gather", unit.gather_bytes)
-        return hops if is_stale or not self._sizes.placement.keeps_inner_shards else hops[:1]
+        if not self._sizes.placement.keeps_inner_shards:
+            return hops
+        return hops[:1] + (self.hops("all-gather", unit.trained_gather_bytes)[1:] if is_stale else [])
 
     def reduce_hops(self, unit: UnitSizes, parts: slice) -> list[Hop]:
         """Return what the reduction of a unit's gradients consists of; 8-bit values go in all-to-alls.
@@ -293,7 +300,7 @@ class Mesh:
         """
         kind = "reduce-scatter" if self._sizes.shard_count > 1 else "all-reduce"
         exact, payloads = self.hops(kind, unit.exact_reduce_bytes), unit.reduce_payload_bytes
-        payloads = payloads if len(payloads) == len(exact) else payloads * len(exact)  # or one axis has one rank
+        payloads = payloads if len(payloads) == len(exact) else payloads * len(exact)  # or there are none
         quantized = [
             hop._replace(kind="all-to-all", nbytes=nbytes) for hop, nbytes in zip(exact, payloads, strict=True)
         ]

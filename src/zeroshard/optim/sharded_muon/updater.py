@@ -67,6 +67,7 @@ from zeroshard.utils.kernel_loader import KernelLoader
 MAX_EXCHANGED_NUMEL = 2**24  # elements of an owner in an exchange: their products take longer than to send as many
 MOMENTUM_KEY = "momentum_buffer"
 DTYPE = torch.bfloat16  # of all that is exchanged
+MOMENTUM_DTYPES = {torch.float32, torch.float64}  # in which slices can be updated
 MUON_CLASSES = (torch.optim.Muon, MuonWithAdamW)
 
 
@@ -83,7 +84,7 @@ def runs_on_shards(
     """
     dtypes = dtypes or {torch.float32}
     is_muon = type(optimizer) in MUON_CLASSES and group.get("rule", "muon") == "muon"
-    return is_muon and dtypes <= {torch.float32, torch.float64} and is_known_group(group, dtypes)
+    return is_muon and dtypes <= MOMENTUM_DTYPES and is_known_group(group, dtypes)
 
 
 def _build_kernels(device: torch.device) -> MuonKernels:
