@@ -260,7 +260,7 @@ def test_simulate_has_a_series_for_each_number_of_local_steps() -> None:
     assert hybrid.keys() == {1, 8, 64} and len(found.series) == 5  # hierarchical and full have no replicas
     assert hybrid[64].time_fractions["average"] < hybrid[8].time_fractions["average"]
     assert hybrid[64].samples_per_second_per_device > hybrid[8].samples_per_second_per_device
-    with pytest.raises(ValueError, match=r"none of .* supports the options that are given"):
+    with pytest.raises(ValueError, match=r"none of \[8\] devices supports local_steps=8: stages 1 to 3 need replicas"):
         simulate(gpt(), local_steps=8, **given)
 
 
@@ -290,6 +290,9 @@ def test_the_plan_command_prices_local_steps(capsys: pytest.CaptureFixture[str],
     assert "give --local-steps above 1 too" in capsys.readouterr().err
     assert plan_main([*given, "--local-steps", "8", "--outer-momentum", "0.7"]) == 2
     assert "--outer-momentum is that of --outer-lr" in capsys.readouterr().err
+    for rate in ("-1", "nan", "inf"):
+        assert plan_main([*given, "--local-steps", "8", "--outer-lr", rate]) == 2
+        assert f"--outer-lr must be above 0, its momentum 0 or more, got {rate} and 0.9" in capsys.readouterr().err
 
 
 def test_the_simulate_command_compares_local_steps(capsys: pytest.CaptureFixture[str]) -> None:

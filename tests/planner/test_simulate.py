@@ -336,7 +336,8 @@ def test_models_of_any_kind_are_swept() -> None:
         ({"checkpoint": "some"}, "checkpoint must be one of"),
         ({"replicas": "node"}, "replicas must be a positive integer, got 'node'"),
         ({"replicas": ()}, "replicas is empty"),
-        ({"replicas": 3, "devices": (8, 16)}, "supports such a mesh"),
+        ({"replicas": 3, "devices": (8, 16)}, "supports such a mesh: replicas must divide the data-parallel ranks"),
+        ({"gather_dtype": "int8", "stages": [1], "devices": (8,)}, "8-bit collectives: gather_dtype needs stage 3"),
         ({"partition": "both", "replicas": 2, "devices": (8,)}, "partition must be one of"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,10 @@ def outer_optimizer(options: argparse.Namespace) -> dict[str, Any]:
     if max(steps) == 1:
         raise ValueError("--outer-lr updates the averages of replicas: give --local-steps above 1 too")
     momentum = 0.9 if options.outer_momentum is None else options.outer_momentum
+    if not 0 < options.outer_lr < math.inf or not 0 <= momentum < math.inf:
+        raise ValueError(
+            f"--outer-lr must be above 0, its momentum 0 or more, got {options.outer_lr:g} and {momentum:g}"
+        )
     return {"lr": options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
 
 

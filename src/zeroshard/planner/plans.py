@@ -12,7 +12,7 @@ from torch import nn
 from zeroshard.config.offload import Offload
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall, usage_fractions
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.search import EXACT, SearchSpace, candidate_strategies
+from zeroshard.planner.search import SearchSpace, candidate_strategies, explain_unsupported
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
@@ -350,18 +350,8 @@ def _check_no_offload(offload: Any) -> None:
 def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, space: SearchSpace) -> Plans:
     strategies = candidate_strategies(traced_model, devices, machine, space)
     candidates = tuple(evaluate_strategy(traced_model, strategy, devices, machine) for strategy in strategies)
-    if not candidates and any(dtypes and EXACT not in dtypes for dtypes in (space.gather_dtypes, space.reduce_wires)):
-        raise ValueError(
-            "no strategy of this search supports these 8-bit collectives: gather_dtype needs stage 3, reduce_wire "
-            "needs stage 1, 2 or 3, no reduce_dtype='fp32' and no replicas of partition='hybrid'; both need several "
-            "data-parallel ranks, and a batch that is a multiple of these"
-        )
-    if not candidates and max(space.local_steps) > 1:
-        raise ValueError(
-            f"no strategy of this search supports local_steps={max(space.local_steps)}: stages 1 to 3 need replicas, "
-            "the rows of a 2-D mesh, and partition='hybrid'; in stage 0 without them every rank is a replica. The "
-            "batch must be a multiple of the data-parallel ranks, of which there must be several"
-        )
+    if not candidates and (given := explain_unsupported(space)):
+        raise ValueError(f"no strategy of this search supports {given}")
     if not candidates:
         raise ValueError(
             f"batch {space.batch} cannot be divided over {devices} devices: it must be a multiple of the data-parallel "

@@ -132,6 +132,23 @@ def candidate_strategies(
                     yield from _with_batches(replace(base, checkpoint=checkpoint), devices // tensor, space, can_fit)
 
 
+def explain_unsupported(space: SearchSpace) -> str:
+    """Return the 8-bit collectives or local steps that a space without strategies names, and what they need, or ""."""
+    if any(dtypes and EXACT not in dtypes for dtypes in (space.gather_dtypes, space.reduce_wires)):
+        return (
+            "these 8-bit collectives: gather_dtype needs stage 3, reduce_wire needs stage 1, 2 or 3, no "
+            "reduce_dtype='fp32' and no replicas of partition='hybrid'; both need several data-parallel ranks, and a "
+            "batch that is a multiple of these"
+        )
+    if min(space.local_steps) > 1:
+        return (
+            f"local_steps={max(space.local_steps)}: stages 1 to 3 need replicas, the rows of a 2-D mesh, and "
+            "partition='hybrid'; in stage 0 without them every rank is a replica. The batch must be a multiple of the "
+            "data-parallel ranks, of which there must be several"
+        )
+    return ""
+
+
 def _with_local_steps(
     plain: Strategy, steps: int, devices: int, machine: Machine, space: SearchSpace
 ) -> Iterator[Strategy]:

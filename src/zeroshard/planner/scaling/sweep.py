@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import Plan, evaluate_strategy, fastest_or_smallest
-from zeroshard.planner.search import EXACT, STAGES, SearchSpace, candidate_strategies
+from zeroshard.planner.search import EXACT, STAGES, SearchSpace, candidate_strategies, explain_unsupported
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
@@ -249,14 +249,15 @@ class _Sweep:
             )
         ]
         if not points:
+            if given := explain_unsupported(self.space):
+                raise ValueError(f"none of {self.counts} devices supports {given}")
             batch, is_plain = self.space.batch, self.space.partitions is None and self.rows == [1]
-            exact = all(EXACT in (dtypes or ()) for dtypes in (self.space.gather_dtypes, self.space.reduce_wires))
-            exact = exact and 1 in self.space.local_steps
-            what = "the options that are given" if is_plain and not exact else "such a mesh"
+            divides = "" if batch is None else f" and divides the batch ({batch}) evenly"
             raise ValueError(
                 f"batch {batch} cannot be divided evenly over any of {self.counts} devices: change one"
-                if is_plain and exact
-                else f"none of {self.counts} devices supports {what} and divides the batch ({batch}) evenly: change one"
+                if is_plain
+                else f"none of {self.counts} devices supports such a mesh{divides}: replicas must divide the "
+                "data-parallel ranks; unless partition is 'hybrid' or 'full', each needs several"
             )
         series = list(dict.fromkeys(point.series for point in points))
         points.sort(key=lambda point: (point.stage, series.index(point.series)))
