@@ -175,7 +175,8 @@ def test_an_export_and_an_inspection_say_whose_values_they_show(
         export(tmp_path / "step", tmp_path / "exported")
     assert inspect.main([str(tmp_path / "step"), "--verify"]) == 0
     printed = capsys.readouterr().out
-    assert "replicas    2, 2 local steps after an average" in printed and "intact" in printed
+    assert "replicas    2, 2 local steps after an average: model has the values of the first" in printed
+    assert "intact" in printed
 
 
 def test_an_outer_optimizer_without_the_values_of_the_last_average_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from ranks import run_processes, run_threads
 
 from zeroshard.activations.checkpoint import CheckpointedForward
 from zeroshard.cli.train import main
-from zeroshard.planner import traced_model
-from zeroshard.planner.auto import NothingFitsError
+from zeroshard.planner import Strategy, traced_model
+from zeroshard.planner.auto import NothingFitsError, PlanDecision
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import plan
 from zeroshard.train.auto_options import resolve_auto
@@ -256,6 +256,18 @@ def test_8_bits_are_chosen_only_if_they_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_layer_that_a_run_keeps_in_bf16_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+
+    def choose(*_: Any, **given: Any) -> PlanDecision:
+        planned.append(given["keep_bf16"])
+        return PlanDecision(Strategy(stage=3), "")
+
+    monkeypatch.setattr("zeroshard.train.auto_options.choose_plan_for_machine", choose)
+    assert main([*SMALL, "--stage", "auto", "--precision", "fp8", "--machine", "h100", "--dry-run"]) == 0
+    assert planned == [("head",)]
+
+
 def test_offload_is_said_in_the_options_own_words() -> None:
     flags = "--model 1.4b --layers 3 --auto --machine h100 --batch 4 --precision bf16 --ranks 1".split()
     found, why, _ = settled(read_options([*flags, "--memory", "4GB"]), ranks=1, precision="bf16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -109,6 +110,8 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
         ({"local_steps": 4}, "set --replicas to their number, or use stage 0"),
         ({"local_steps": 4, "replicas": 2, "partition": "full"}, "local_steps needs partition hybrid"),
         ({"outer_lr": 0.7}, "outer_lr can only be used with local_steps above 1"),
+        ({"outer_momentum": 0.5, "local_steps": 4, "replicas": 2}, "outer_momentum can only be used with outer_lr"),
+        ({"outer_lr": math.nan, "local_steps": 4, "replicas": 2}, r"outer_lr must be positive \(got nan\)"),
     ],
 )
 def test_local_steps_without_replicas_are_refused(options: dict[str, Any], message: str) -> None:

@@ -16,9 +16,10 @@ from zeroshard.train.flags import read_options
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.report.html_report import _compare_traffic
-from zeroshard.train.run_record import RunRecord, memory_by_kind
+from zeroshard.train.run_record import RunRecord, max_state_bytes, memory_by_kind
 from zeroshard.train.summary import footer_lines
 from zeroshard.train.training_setup import prepare_training
+from zeroshard.utils.format import format_bytes
 
 SMALL = "--layers 2 --width 64 --heads 2 --sequence 8 --batch 4 --device cpu --vocabulary 300".split()
 WORLD = 4
@@ -82,6 +83,9 @@ def test_a_step_moves_what_its_options_need(flags: str, steps: int, tmp_path: Pa
         assert page is None if not moved else page is not None and page["ratio"] == f"{moved / needed:.2f}"
         if page is not None and "--local-steps" in flags:
             assert bool(page["has_average"]) == is_averaged and page["average"]
+        held = sum(max_state_bytes(record.memory).values())
+        assert f"{format_bytes(held)} of model states per rank" in shown["memory"]
+        assert ("outer optimizer" in max_state_bytes(record.memory)) == ("--outer-lr" in flags)
 
 
 def test_8_bits_are_not_shown_as_half_of_what_is_needed(tmp_path: Path) -> None:

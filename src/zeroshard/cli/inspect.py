@@ -190,7 +190,8 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{summary['ranks']}, {sharding}{tensor_note}"
     if summary["replicas"] is not None:
         count, steps = summary["replicas"]["count"], max(summary["replicas"]["steps"], default=0)
-        yield "replicas", f"{count}, {steps} local steps after an average: read without them, model is the first one's"
+        since = f"{steps} local steps after an average: model has the values of the first" if steps else "just averaged"
+        yield "replicas", f"{count}, {since}"
     yield "step", "unknown" if summary["step"] is None else str(summary["step"])
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in summary["bytes_by_kind"].items())
     yield "size", f"{format_bytes(summary['bytes'])} in {len(summary['files'])} files: {kinds}"

@@ -11,7 +11,7 @@ from zeroshard.models import GPT
 from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableError
 from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
 from zeroshard.train.models.huggingface import output_loss
-from zeroshard.train.models.language_model import LanguageModel, sequence_length
+from zeroshard.train.models.language_model import LanguageModel, find_output_layers, sequence_length
 from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
 from zeroshard.train.rank import RankInfo
 
@@ -51,6 +51,7 @@ def resolve_auto(
         "sequence": sequence,
         "loss": loss,
         "precision": precision,
+        "keep_bf16": find_output_layers(language_model.module),
         "optimizer": options.training.optimizer,
         "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,

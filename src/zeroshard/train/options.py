@@ -224,8 +224,13 @@ class ShardOptions:
             raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
         if self.local_steps > 1 and self.partition != "hybrid":
             raise ValueError(f"local_steps needs partition hybrid, whose rows are replicas (got {self.partition})")
+        if self.outer_lr is None and self.outer_momentum != ShardOptions.outer_momentum:
+            raise ValueError("outer_momentum can only be used with outer_lr")
         if self.outer_lr is not None and self.local_steps == 1:
             raise ValueError("outer_lr can only be used with local_steps above 1")
+        if self.outer_lr is not None:
+            _check_positive(self, "outer_lr")
+        _check_at_least(0, self, "outer_momentum")
 
     @property
     def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:

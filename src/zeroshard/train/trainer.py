@@ -352,8 +352,7 @@ class Trainer:
         dist.all_gather_object(memory, memory_by_kind(report))
         self.record.set_step(memory, report)
         ddp_bytes = {kind: nbytes for kind, nbytes in self.record.facts.plain.items() if nbytes}
-        held_bytes = {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}
-        self.view.show_memory(held_bytes, ddp_bytes)
+        self.view.show_memory(max_state_bytes(memory), ddp_bytes)
 
     # -- evaluation and checkpoints -----------------------------------------------------------------------------
 

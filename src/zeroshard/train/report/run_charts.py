@@ -20,7 +20,8 @@ from zeroshard.page import (
 )
 from zeroshard.utils.format import format_bytes
 
-STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")  # in stacking order
+# in stacking order
+STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states", "outer optimizer")
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVE_KINDS = (
     *("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter"),
