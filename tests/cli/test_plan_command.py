@@ -28,6 +28,8 @@ from zeroshard.cli.plan_text import (
     summary_rows,
     train_command,
 )
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner import predict_traffic
 from zeroshard.planner.footprint import MemoryUsage
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan_json import TIME_PARTS, plans_to_dict
@@ -607,3 +609,20 @@ def test_as_many_ranks_are_printed_as_were_planned(devices: int, nodes: int, eac
 def test_a_name_with_spaces_is_one_word_of_the_command() -> None:
     told = train_command(Strategy(), "my models/it's; rm", 8, Machine.resolve("h100"))
     assert shlex.split(told)[:4] == ["zeroshard", "train", "--model", "my models/it's; rm"]
+
+
+def test_with_fp8_the_layer_that_training_keeps_in_bf16_is_planned_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    given = (
+        "gpt2 --devices 2 --stage 3 --tensor 1 --checkpoint none --offload none --sequence 64 --micro-batch 1".split()
+    )
+    assert main(["plan", *given, "--machine", "h100", "--precision", "fp8", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert 'precision="fp8", keep_bf16=["head"]' in out and "--precision fp8" in out
+    (found,) = json.loads(file.read_text())["plans"]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50304, context=64, layers=12, heads=12, width=768))
+    expected = predict_traffic(model, ranks=2, stage=3, precision="fp8", keep_bf16="head").step
+    assert found["traffic"]["all-gather"] == pytest.approx(expected["all-gather"], rel=0.001)

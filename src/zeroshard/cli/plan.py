@@ -219,6 +219,8 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
         constraints["outer_optimizer"] = partial(SGD, **outer)
     if options.precision != "auto":
         constraints["precision"] = options.precision
+    if options.precision == "fp8":
+        constraints["keep_bf16"] = _kept_in_bf16(options, opened.model)
     try:
         plans = plan(opened.model, opened.inputs, devices=options.devices, machine=machine, **constraints)
     except UntraceableError as error:
@@ -236,6 +238,13 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
     return replace(plans, candidates=candidates)
 
 
+def _kept_in_bf16(options: argparse.Namespace, model: nn.Module) -> tuple[str, ...]:
+    """Return the layers that `zeroshard train --precision fp8` keeps in bf16; none of a model that it cannot train."""
+    from zeroshard.train import find_output_layers
+
+    return () if ":" in options.model else find_output_layers(model)
+
+
 def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the command and the Python calls for the chosen plan, with labels."""
     from zeroshard.cli.plan_text import python_calls, train_command
@@ -244,7 +253,8 @@ def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, s
     if best is None:
         return []
     outer = outer_optimizer(options)
-    calls = python_calls(best.strategy, plans.devices, plans.machine, plans.precision, outer)
+    kept = plans.traced_model.options.get("keep_bf16", ())
+    calls = python_calls(best.strategy, plans.devices, plans.machine, plans.precision, outer, kept)
     lines = [("in your own script", calls)]
     if ":" not in options.model:
         command = train_command(

@@ -302,10 +302,11 @@ def python_calls(
     machine: Machine,
     precision: str | None = None,
     outer: Mapping[str, Any] | None = None,
+    keep_bf16: Sequence[str] = (),
 ) -> str:
     """Return the Python calls for a strategy, for a user's own script.
 
-    ``outer``: the hyper-parameters of the outer SGD, if there is one.
+    ``outer``: the hyper-parameters of the outer SGD, if there is one. ``keep_bf16``: the option of that name.
 
     >>> print(python_calls(Strategy(stage=3, checkpoint="host"), 8, Machine.resolve("h100"), "bf16"))
     model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
@@ -332,6 +333,8 @@ def python_calls(
         options.append(f"outer_optimizer=functools.partial(torch.optim.SGD, {arguments})")
     if precision not in (None, "fp32"):
         options.append(f'precision="{precision}"')
+    if keep_bf16:
+        options.append(f"keep_bf16={[*keep_bf16]}".replace("'", '"'))
     if strategy.offload is not None:
         options.append(f"offload={_offload_call(strategy.offload)}")
     lines.append(f"model, optimizer = zeroshard.shard(model, optimizer, {', '.join(options)})")
