@@ -17,6 +17,8 @@ from plain import Skips, assert_equal, batches, make_net, net_loss, split
 from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import zeroshard
 from zeroshard.comm import Traffic
@@ -329,6 +331,36 @@ def test_a_matrix_that_is_divided_over_the_tensor_axis_is_put_together(shape: An
         assert_equal(ours[0], wanted[0])
         for number, state in wanted[1].items():
             assert_equal(ours[1][number], state)
+
+
+class Branches(nn.Module):
+    """Of 5, 8 and 6 rows: two tensor ranks have 3 and 2 of 5, so on one of them alone two TP shards have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, rows, bias=False) for rows in (5, 8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x) for branch in self.branches], -1).tanh()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_matrices_whose_tp_shards_differ_in_size_are_put_together(stage: int) -> None:
+    def body(rank: int, kind: Any) -> Any:
+        with seeded(0):
+            model: Any = Branches()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+        plan = {"branches.*": ColwiseParallel(output_layouts=Replicate())}
+        inner = kind(model.parameters(), lr=0.05)
+        model, optimizer = zeroshard.shard(model, inner, mesh=mesh, stage=stage, tensor_plan=plan, elementwise=False)
+        for batch in DATA:
+            model(batch[:, :4] / 11).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+    for ours, wanted in zip(*(run_threads(2, body, kind) for kind in (torch.optim.Muon, OwnMuon)), strict=True):
+        assert_equal(ours, wanted)
 
 
 @pytest.mark.parametrize("saved_on_host", [True, False])

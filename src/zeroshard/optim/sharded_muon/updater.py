@@ -412,7 +412,8 @@ class MuonStep:
         """Return the orthogonalized updates of the matrices that this rank owns, in the same form."""
         if any(param.tp_shard is not None for param in batch):
             self._engine.order.check(TENSOR_AXIS_LABEL)  # also on ranks that own none of these
-        divided = [(param, whole) for param, whole in wholes.items() if param.tp_shard is not None]
+        # in the order of the batch, the same on all tensor ranks; the others' shapes depend on the rank
+        divided = [(param, wholes[param]) for param in batch if param.tp_shard is not None and param in wholes]
         matrices = {param: param.shape_as_param(whole) for param, whole in wholes.items() if param.tp_shard is None}
         held = sum(whole.nbytes for whole in wholes.values())
         if divided:
