@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,15 @@ def test_one_process_builds_a_model_of_the_meta_device() -> None:
     accelerator.backward(model(torch.ones(2, 16)).sum())
     optimizer.step()
     assert accelerator.get_state_dict(model)["weight"].isfinite().all()
+
+
+def test_a_model_without_an_optimizer_has_no_local_steps() -> None:
+    outer = partial(torch.optim.SGD, lr=0.7)
+    accelerator: Any = make({"stage": 0, "local_steps": 4, "outer_optimizer": outer})
+    model = accelerator.prepare(net())
+    assert model(torch.ones(2, 16)).shape == (2, 4)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.optimizer.local_steps is not None
 
 
 def test_a_model_without_an_optimizer_is_sharded_and_an_unprepared_optimizer_cannot_step_it() -> None:

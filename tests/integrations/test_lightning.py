@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,17 @@ def test_kinds_of_modules_have_the_numbers_of_ddp(kind: str) -> None:
     for rank in run_processes(2, fit_kinds, [(kind, name) for name in ("ddp", *STAGES, "local")]):
         for found in rank[1:]:
             assert_close(found, rank[0])
+
+
+def validate_with_local_steps(rank: int) -> float:
+    be_rank(rank)
+    strategy = ZeroStrategy(stage=0, local_steps=4, outer_optimizer=partial(torch.optim.SGD, lr=0.7))
+    (metrics,) = trainer(strategy, max_epochs=1).validate(Net("lora"), data(8, 4, 1), verbose=False)
+    return next(iter(metrics.values()))
+
+
+def test_a_module_without_an_optimizer_has_no_local_steps() -> None:
+    assert all(found > 0 for found in run_processes(2, validate_with_local_steps))
 
 
 def fit_meta(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:

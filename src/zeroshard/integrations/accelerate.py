@@ -148,7 +148,7 @@ class ZeroAccelerator(Accelerator):
         if self.device_placement and not torch.distributed.is_initialized():
             _place(model, self.device)  # else shard() moves it, unit by unit
         if not optimizers:
-            zeroshard.shard(model, **{**self.zero, "precision": None})
+            zeroshard.shard(model, **{**self.zero, "precision": None, "local_steps": 1, "outer_optimizer": None})
             _allow_new_optimizer(model)
             return []
         if len(optimizers) == 1:

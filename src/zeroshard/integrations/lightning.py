@@ -84,14 +84,15 @@ def _config_options(zero: Mapping[str, Any], others: Container[str] = ()) -> dic
 def _shard_options(zero: Mapping[str, Any], precision: str, has_optimizer: bool) -> dict[str, Any]:
     """Return the options of shard() for a precision of Lightning.
 
-    Without an optimizer there are no master weights: a 16-bit copy would be all that is left of the weights.
+    Without an optimizer there are no master weights: a 16-bit copy would be all that is left of the weights. And no
+    steps, whose number decides when replicas are averaged.
     """
     options = dict(zero)
     given = options.pop("precision", None)
     if given != "fp32" and has_optimizer and precision in ("bf16-mixed", "16-mixed"):
         options["precision"] = given or ("bf16" if precision == "bf16-mixed" else "fp16")
     if not has_optimizer:
-        options = _config_options(options, _SHARD_ARGUMENTS)
+        options = _config_options(options, {*_SHARD_ARGUMENTS, "local_steps", "outer_optimizer"})
     return options
 
 
