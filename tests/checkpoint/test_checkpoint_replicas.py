@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.checkpoint import export
+from zeroshard.checkpoint import CheckpointError, export
 from zeroshard.cli import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*between two averages", "ignore:.*with local_steps has the states")
@@ -190,6 +190,55 @@ def test_an_outer_optimizer_without_the_values_of_the_last_average_is_refused(tm
 
     with pytest.raises(RanksFailed, match="was saved between two averages of a run without an outer optimizer"):
         run_threads(4, body)
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_states_of_another_outer_optimizer_are_refused_or_skipped(tmp_path: Path, at: int) -> None:
+    save_one(tmp_path / "step", at, outer_optimizer=DILOCO)
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        ours = shard(local_steps=4, outer_optimizer=OUTER_ADAM)
+        with pytest.raises(CheckpointError, match="but no step, which Adam needs"):
+            zeroshard.load(tmp_path / "step", ours[0], ours[1])
+        loaded = zeroshard.load(tmp_path / "step", ours[0], ours[1], strict=False)
+        assert loaded.unexpected == ["the states of the outer optimizer"]
+        train(rank, *ours, batches(4 - at % 4))
+        return full_parameters(ours[0])
+
+    ranks = run_threads(4, body)
+    assert_equal(ranks[2], ranks[0])  # after an average
+
+
+def test_replicas_continue_between_averages_with_an_optimizer_of_another_class(tmp_path: Path) -> None:
+    save_one(tmp_path / "step", 7, outer_optimizer=DILOCO)
+
+    def body(rank: int) -> tuple[Any, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model: Any = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = zeroshard.shard(model, sgd, mesh=mesh, local_steps=4, outer_optimizer=DILOCO)
+        zeroshard.load(tmp_path / "step", model, optimizer, strict=False)
+        again = shard(local_steps=4, outer_optimizer=DILOCO)
+        zeroshard.load(tmp_path / "step", again[0], again[1])
+        optimizer.step()  # changes nothing, and is the last before the average
+        zeroshard.average_replicas(again[0])
+        return full_parameters(model), full_parameters(again[0])
+
+    for ours, wanted in run_threads(4, body):
+        assert_equal(ours, wanted)
+
+
+def test_a_parameter_that_is_frozen_between_averages_is_saved_by_each_replica(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[Any, Any]:
+        ours, again = shard(local_steps=4), shard(local_steps=4)
+        train(rank, *ours, batches(2))
+        ours[0].up.weight.requires_grad_(False)
+        zeroshard.save(tmp_path / "step", ours[0], ours[1])
+        zeroshard.load(tmp_path / "step", again[0], again[1])
+        return full_parameters(ours[0]), full_parameters(again[0])
+
+    for ours, again in run_threads(4, body):
+        assert_equal(again, ours)
 
 
 def test_dropped_states_of_an_outer_optimizer_warn(tmp_path: Path) -> None:

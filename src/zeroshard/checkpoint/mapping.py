@@ -50,8 +50,13 @@ class LoadMapping:
 
     def allocate_targets(self) -> list[LoadTarget]:
         """Set the optimizer's options, allocate its states and return the target of every tensor to load."""
+        targets = [*self.weights, *self._allocate_optimizer_targets()]
+        return targets + self._allocate_outer_targets()  # also if the optimizer keeps its states: local steps continue
+
+    def _allocate_optimizer_targets(self) -> list[LoadTarget]:
+        """Set the optimizer's options, allocate its states and return their targets."""
         if self.optimizer_states is None:
-            return self.weights
+            return []
         if self.param_groups is not None:
             self.train_state.set_options(self.param_groups)
         self.train_state.allocate_optimizer_states(self.optimizer_states)
@@ -59,8 +64,7 @@ class LoadMapping:
             if self.loss_scale is not None and isinstance(optimizer, ShardedOptimizer):
                 optimizer.load_loss_scale(self.loss_scale)
         states = self.train_state.optimizer_states()
-        targets = [*self.weights, *(LoadTarget(f"optimizer/{name}", local) for name, local in states.items())]
-        return targets + self._allocate_outer_targets()
+        return [LoadTarget(f"optimizer/{name}", local) for name, local in states.items()]
 
     def _allocate_outer_targets(self) -> list[LoadTarget]:
         """Allocate the states of the outer optimizer, and return their targets."""
@@ -101,7 +105,7 @@ def map_states(
         _map_averages(mapping, source, model, ema, strict)
     if optimizers:
         _map_optimizer_states(mapping, source, strict)
-        _map_outer_states(mapping, source, is_resumed and weights)
+        _map_outer_states(mapping, source, is_resumed and weights, strict)
         mapping.keeps_anchors = not weights
     if strict and (mapping.missing or mapping.unexpected):
         problems = [f"not in the file: {', '.join(mapping.missing)}"] if mapping.missing else []
@@ -222,13 +226,13 @@ def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool
     mapping.loss_scale = saved["loss_scale"]
 
 
-def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool) -> None:
-    has_outer = any(steps is not None and steps.outer is not None for steps in map(local_steps_of, mapping.optimizers))
+def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool, strict: bool) -> None:
+    all_steps = [steps for steps in map(local_steps_of, mapping.optimizers) if steps is not None]
+    outer = next((steps.outer for steps in all_steps if steps.outer is not None), None)
     tensors, saved = source.index.tensors_of_kind("outer"), replicas_in(source.index)
-    if tensors and not has_outer:
+    if tensors and outer is None:
         warnings.warn(f"{source.path} has states of an outer optimizer, which this run does not have", stacklevel=2)
-        return
-    if not has_outer:
+    if outer is None:
         return
     states: dict[str, dict[str, Any]] = {}
     shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
@@ -249,7 +253,28 @@ def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool
     scalars = {name.removeprefix("outer/"): v for name, v in counters.items() if name.startswith("outer/")}
     for name, values in source.decode(scalars).items():
         states.setdefault(name, {}).update(values)
+    try:
+        _check_outer_states(source, outer.make([nn.Parameter(torch.zeros(1, device="cpu"))]), states, shapes)
+    except CheckpointError:  # of another class
+        if strict:
+            raise
+        states = {name: {ANCHOR: state[ANCHOR]} for name, state in states.items() if ANCHOR in state}
+        mapping.unexpected.append("the states of the outer optimizer")
     mapping.outer_states, mapping.with_anchors = states, has_local_steps
+
+
+def _check_outer_states(
+    source: LoadSource,
+    outer: torch.optim.Optimizer,
+    states: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise if an outer optimizer cannot continue with saved states."""
+    probe, options = _OptimizerProbe(outer), {k: v for k, v in outer.param_groups[0].items() if k != "params"}
+    for name, state in states.items():
+        own = {key: value for key, value in state.items() if key != ANCHOR}
+        if own and name in shapes:
+            probe.check_state(f"{source.path}: outer/{name}", options, shapes[name], own)
 
 
 def _classes_by_name(source: LoadSource) -> dict[str, str]:

@@ -38,15 +38,16 @@ def replicas_field(engine: Engine) -> dict[str, Any]:
     return {"replicas": {"count": engine.comm.average_axis.size, "steps": [steps[number] for number in sorted(steps)]}}
 
 
-def name_by_replica(tensors: dict[str, LocalTensor], engine: Engine, trained: set[str]) -> dict[str, LocalTensor]:
-    """Return what this rank's replica saves, by name: see [Note: replicas in a checkpoint]. ``trained``: parameters."""
+def name_by_replica(tensors: dict[str, LocalTensor], engine: Engine) -> dict[str, LocalTensor]:
+    """Return what this rank's replica saves, by name: see [Note: replicas in a checkpoint]."""
     replica = engine.comm.average_axis.rank
     if replica == 0:
         return tensors
-    frozen_params = {name for unit in engine.units for flat in unit.flats for name in flat.names} - trained
-    equal = {f"model/{name}" for name in frozen_params}
-    if engine.state_guard.replica_steps.are_replicas_equal:
-        equal |= {f"model/{name}" for name in trained} | {fqn for fqn in tensors if fqn.startswith("ema/")}
+    are_equal = engine.state_guard.replica_steps.are_replicas_equal
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    # by what was frozen at shard(): a parameter that was frozen later has been trained
+    equal = {f"model/{name}" for flat in flats if are_equal or not flat.spec.is_trainable for name in flat.names}
+    equal |= {fqn for fqn in tensors if are_equal and fqn.startswith("ema/")}
     return {
         f"replica/{replica}/{fqn}": local
         for fqn, local in tensors.items()

@@ -204,8 +204,7 @@ class _PayloadBuilder:
         # have the same scalars and each writes its own tensors
         local_scalars = self._train_state.optimizer_scalars() if self._replica_rank == 0 else {}
         if self._engine is not None and replicas > 1:
-            trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-            tensors = name_by_replica(tensors, self._engine, trained)
+            tensors = name_by_replica(tensors, self._engine)
             prefix = f"replica/{replica}/" if replica else ""
             local_scalars = {f"{prefix}{name}": value for name, value in local_scalars.items()}
         if self._replica_rank == replica == 0:

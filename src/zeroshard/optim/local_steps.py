@@ -106,7 +106,7 @@ class OuterOptimizer:
     """The outer optimizer, on this rank's shards, and the values that it updates: see [Note: local steps]."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], engine: Engine) -> None:
-        self._make, self._engine = make, engine
+        self.make, self._engine = make, engine
         self._optimizer: torch.optim.Optimizer | None = None  # made with the first anchors
         self._anchors: dict[FlatParam, dict[int, _Anchor]] = {}  # by number of the bucket
         self._tracked_bytes = {"device": 0, "host": 0}
@@ -124,7 +124,7 @@ class OuterOptimizer:
             parameter = anchors[piece.bucket].parameter
             parameter.detach().copy_(piece.values.read(piece.span, parameter.device))
         if new and self._optimizer is None:
-            self._optimizer = self._make(new)
+            self._optimizer = self.make(new)
         elif new and self._optimizer is not None:
             self._optimizer.add_param_group({"params": new})
         if new:
