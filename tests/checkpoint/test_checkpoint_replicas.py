@@ -228,6 +228,27 @@ def test_replicas_continue_between_averages_with_an_optimizer_of_another_class(t
         assert_equal(ours, wanted)
 
 
+def test_a_parameter_that_was_not_trained_before_starts_from_its_saved_value(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def make(model: Any, trained: list[nn.Parameter]) -> tuple[Any, Any]:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            sgd = torch.optim.SGD(trained, lr=0.0)
+            return zeroshard.shard(model, sgd, mesh=mesh, local_steps=2, outer_optimizer=DILOCO)
+
+        first, later = make_net(), make_net()
+        nn.init.zeros_(later.up.weight)
+        saved = make(first, [first.embedding.weight])
+        saved[1].step()
+        zeroshard.save(tmp_path / "step", *saved)
+        model, optimizer = make(later, [later.embedding.weight, later.up.weight])
+        zeroshard.load(tmp_path / "step", model, optimizer, strict=False)
+        optimizer.step()  # changes nothing, and an average follows
+        return zeroshard.full_parameter(model, "up.weight"), zeroshard.full_parameter(saved[0], "up.weight")
+
+    for found, expected in run_threads(4, body):
+        assert torch.equal(found, expected)
+
+
 def test_a_parameter_that_is_frozen_between_averages_is_saved_by_each_replica(tmp_path: Path) -> None:
     def body(rank: int) -> tuple[Any, Any]:
         ours, again = shard(local_steps=4), shard(local_steps=4)

@@ -81,8 +81,15 @@ class LoadMapping:
                     scalars = {key: value for key, value in merged.items() if key not in dtypes}
                     local_steps.outer.allocate_states(flat, dtypes, scalars)
         tensors = self.train_state.outer_states(with_anchors=self.with_anchors)
-        named = [(*name.rpartition("/"), local) for name, local in tensors.items()]
-        return [LoadTarget(f"outer/{n}/{key}", local) for n, _, key, local in named if key in saved.get(n, {})]
+        weights = {target.saved_fqn for target in self.weights}
+        targets = []
+        for fqn, local in tensors.items():
+            name, _, key = fqn.rpartition("/")
+            if key in saved.get(name, {}):
+                targets.append(LoadTarget(f"outer/{fqn}", local))
+            elif key == ANCHOR and f"model/{name}" in weights:  # it was not trained: its value is that of the average
+                targets.append(LoadTarget(f"model/{name}", local))
+        return targets
 
 
 def map_states(
