@@ -435,6 +435,35 @@ def test_an_overflow_skips_the_step_on_all_replicas_and_counts() -> None:
 
 
 @ignore
+@pytest.mark.parametrize(("stage", "shape"), [(0, (2,)), (1, (2, 1)), (2, (2, 2))])
+def test_an_overflow_that_torchs_grad_scaler_finds_skips_the_step_on_all_replicas(
+    stage: int, shape: tuple[int, ...]
+) -> None:
+    model, data, world = make_net(), batches(4), torch.Size(shape).numel()
+
+    def body(rank: int) -> tuple[Values, float]:
+        ours: Any = copy.deepcopy(model)
+        sgd = torch.optim.SGD(ours.parameters(), lr=0.1)
+        ours, optimizer = zeroshard.shard(ours, sgd, mesh=mesh_of(shape), stage=stage, local_steps=3, timeout=20)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number, batch in enumerate(data):
+            factor = math.inf if rank == 0 and number == 1 else 1.0
+            scaler.scale(net_loss(ours, split(batch, rank, world)) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return full_parameters(ours), scaler.get_scale()
+
+    plain = PlainReplicas(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2, 3)
+    for number, batch in enumerate(data):
+        if number != 1:
+            plain.step(batch)
+    for values, scale in run_threads(world, body):
+        assert scale == 2.0
+        assert_close(values, plain.values(0))
+
+
+@ignore
 def test_several_optimizers_count_their_own_steps() -> None:
     def body(rank: int) -> Any:
         model = make_net()

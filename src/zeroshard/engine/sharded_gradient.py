@@ -1,4 +1,4 @@
-"""ShardedGradient: the value of ``parameter.grad`` if no rank has the full gradient, or if it has a loss scale.
+"""ShardedGradient: ``parameter.grad`` if no rank has the full gradient, if replicas train alone, or with a loss scale.
 
 [Note: sharded gradients]
 Utilities for plain models use ``parameter.grad``: they compute norms, multiply, clamp, check for inf/NaN, or set it to
@@ -66,7 +66,9 @@ class ParamGrads:
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
-        if self.comm.shard_axis.size > 1 or self.comm.tensor_axis.size > 1 or self.is_scaled:
+        axes = self.comm.shard_axis, self.comm.tensor_axis
+        # replicas that train alone: a GradScaler must learn of an overflow on any of them
+        if any(axis.size > 1 for axis in (*axes, self.comm.average_axis)) or self.is_scaled:
             return ShardedGradient(ParamGradHandle(self, gradient, info.index, gradient.clear_count))
         gradients.scaling.apply()
         self.state_guard.invalidate_speculation()  # the user may write into the result
