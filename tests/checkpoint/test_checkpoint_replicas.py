@@ -24,16 +24,17 @@ OUTER_ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 class Net(nn.Module):
-    """With running statistics, and frozen and tied parameters."""
+    """With running statistics, and frozen, tied and empty parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.up, self.norm, self.frozen = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6).requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(self.norm(self.up(self.embedding(tokens.flatten())))))
+        return self.head(self.frozen(self.norm(self.up(self.embedding(tokens.flatten()))))) + self.empty.sum()
 
 
 def make_net() -> Net:
@@ -76,6 +77,7 @@ CASES: list[dict[str, Any]] = [
     {"stage": 2, "outer_optimizer": OUTER_ADAM, "bucket_size": 50},
     {"stage": 3, "outer_optimizer": DILOCO, "offload": "host"},
     {"stage": 3, "outer_optimizer": DILOCO, "precision": "bf16"},
+    {"stage": 2, "outer_optimizer": DILOCO, "precision": "bf16", "offload": "host"},
 ]
 
 

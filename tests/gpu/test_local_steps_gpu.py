@@ -6,6 +6,7 @@ Without a GPU, ZEROSHARD_TEST_GLOO=1 runs the cases over gloo, to debug them.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 run = run_processes if ON_GLOO else run_nccl
 STEPS = 7
+FUSED = partial(torch.optim.AdamW, lr=0.01, fused=True)  # its step counts are on the device
 
 
 def train(rank: int, shape: tuple[int, int], options: dict[str, Any], path: str | None) -> tuple[Values, Values]:
@@ -45,7 +47,7 @@ def train(rank: int, shape: tuple[int, int], options: dict[str, Any], path: str 
     return full_parameters(model), plain.values(rank // shape[1])
 
 
-@pytest.mark.parametrize("outer", [None, DILOCO])
+@pytest.mark.parametrize("outer", [None, DILOCO, FUSED], ids=["mean", "DiLoCo", "fused AdamW"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_gives_the_numbers_of_a_plain_loop_over_replicas(stage: int, outer: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stage": stage, "outer_optimizer": outer, "precision": "fp32"}

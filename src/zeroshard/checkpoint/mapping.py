@@ -280,7 +280,7 @@ def _check_outer_states(
     probe, options = _OptimizerProbe(outer), {k: v for k, v in outer.param_groups[0].items() if k != "params"}
     for name, state in states.items():
         own = {key: value for key, value in state.items() if key != ANCHOR}
-        if own and name in shapes:
+        if own and math.prod(shapes.get(name, ())):  # counters of empty parameters are not saved
             probe.check_state(f"{source.path}: outer/{name}", options, shapes[name], own)
 
 

@@ -240,11 +240,10 @@ class PlainTrainState(TrainState):
             optimizer.state.clear()
         owners = [(optimizer, StateDtypes(optimizer)) for optimizer in self._optimizers for _ in optimizer.param_groups]
         for group, (optimizer, dtypes) in zip(self._groups, owners, strict=True):
-            on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 for key, value in states.get(self._names[id(parameter)], {}).items():
                     found = dtypes.resolve(key, value, parameter, group)
-                    optimizer.state[parameter][key] = allocate_state(key, found, parameter, on_device)
+                    optimizer.state[parameter][key] = allocate_state(key, found, parameter, group)
 
 
 def engine_of_model(model: nn.Module) -> Engine | None:

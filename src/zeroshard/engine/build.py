@@ -212,7 +212,7 @@ class UnitBuilder:
                     common = range_.intersect(shard_range)
                     if common is not None:
                         segments.append(TierSegment(common, "device", shard[common.shift(-shard_range.start).slice]))
-        return TieredTensor(sorted(segments, key=lambda segment: segment.span.start))
+        return TieredTensor(sorted(segments, key=lambda segment: segment.span.start), flat.spec.master_dtype)
 
     @torch.no_grad()
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:

@@ -190,7 +190,7 @@ def exact_values(flat: FlatParam) -> TieredTensor:
         return flat.master
     tier = flat.spec.tier_placement.parameters
     pairs = zip(flat.shard_ranges, flat.local_shards, strict=True)
-    return TieredTensor([TierSegment(span, tier, shard) for span, shard in pairs])
+    return TieredTensor([TierSegment(span, tier, shard) for span, shard in pairs], flat.dtype)
 
 
 def copy_of(values: TieredTensor) -> TieredTensor:
@@ -200,5 +200,6 @@ def copy_of(values: TieredTensor) -> TieredTensor:
         [
             TierSegment(segment.span, "host" if segment.is_offloaded else "device", segment.tensor.to(dtype, copy=True))
             for segment in values.segments
-        ]
+        ],
+        dtype,
     )

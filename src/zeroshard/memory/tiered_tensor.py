@@ -25,21 +25,18 @@ class TierSegment:
 
 
 class TieredTensor:
-    """Contiguous segments, in order.
+    """Contiguous segments, in order; none if it is empty.
 
     >>> halves = [TierSegment(Range(0, 2), "device", torch.zeros(2)), TierSegment(Range(2, 5), "host", torch.ones(3))]
-    >>> tiered = TieredTensor(halves)
+    >>> tiered = TieredTensor(halves, torch.float32)
     >>> tiered.write(Range(1, 3), torch.tensor([7.0, 8.0]))
     >>> tiered.read(Range(0, 4), torch.device("cpu"))
     tensor([0., 7., 8., 1.])
     """
 
-    def __init__(self, segments: Sequence[TierSegment]) -> None:
+    def __init__(self, segments: Sequence[TierSegment], dtype: torch.dtype) -> None:
         self.segments = list(segments)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.segments[0].tensor.dtype
+        self.dtype = dtype
 
     def views_in(self, span: Range) -> Iterator[tuple[Range, torch.Tensor]]:
         """Yield the part of each segment inside ``span``: its range, and a view of its values."""

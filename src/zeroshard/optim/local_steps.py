@@ -39,6 +39,7 @@ from zeroshard.engine import NO_HISTORY, Engine, FlatParam, exact_values
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.param_groups import ParamGroups, StepChecker
 from zeroshard.optim.slices import is_elementwise
+from zeroshard.optim.state_dict import allocate_state
 from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
@@ -170,7 +171,7 @@ class OuterOptimizer:
             for key, value in state.items():
                 if is_elementwise(key, value, anchor.parameter.shape):
                     found.setdefault(key, []).append(TierSegment(anchor.span, anchor.tier, value))
-        return {key: TieredTensor(segments) for key, segments in found.items()}
+        return {key: TieredTensor(segments, segments[0].tensor.dtype) for key, segments in found.items()}
 
     def scalars(self, flat: FlatParam) -> dict[str, Any]:
         """Return the states of a flat that are not elementwise, such as step counts."""
@@ -183,10 +184,12 @@ class OuterOptimizer:
         """Replace the states of a flat: zeros for elementwise ones, copies of scalars."""
         assert self._optimizer is not None
         for anchor in self._anchors[flat].values():
-            values = anchor.parameter.detach()
-            state = {key: torch.zeros_like(values, dtype=dtype) for key, dtype in dtypes.items() if key != ANCHOR}
-            state |= {key: value.clone() if torch.is_tensor(value) else value for key, value in scalars.items()}
-            self._optimizer.state[anchor.parameter] = state
+            values, group = anchor.parameter.detach(), self._optimizer.param_groups[0]
+            self._optimizer.state[anchor.parameter] = {
+                key: allocate_state(key, value, values, group)
+                for key, value in {**dtypes, **scalars}.items()
+                if key != ANCHOR
+            }
         self.track_bytes()
 
     def clear(self) -> None:

@@ -250,7 +250,7 @@ class OptimizerStates:
             group, example = self._group_of(param.name), param.empty()
             for key, value in states.get(param.name, {}).items():
                 value = dtypes.resolve(key, value, example, group)
-                self._states[param.parameter][key] = _allocate_whole(key, value, example, _is_on_device(group))
+                self._states[param.parameter][key] = _allocate_whole(key, value, example, group)
             self._groups.whole.states.store([param])
 
     def _group_of(self, name: str) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class OptimizerStates:
     def _allocate(self, slice_: OptimizerSlice, key: str, value: Any, reuse: Any) -> Any:
         if slice_.tier_segment is not None and self._cpu_updates is not None and isinstance(value, torch.dtype):
             reuse = self._cpu_updates.state_buffer(slice_, key, value)
-        return allocate_state(key, value, slice_.parameter, _is_on_device(slice_.param_group), reuse)
+        return allocate_state(key, value, slice_.parameter, slice_.param_group, reuse)
 
     def _allocate_frozen(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Allocate the states of parameters that are in a group and currently frozen.
@@ -345,7 +345,8 @@ def allocate_masters(engine: Engine, names: set[str]) -> None:
     for unit, flat in trainable:
         if flat.master is None and names & set(flat.names) and engine.context.precision.has_master(flat.dtype):
             master = torch.empty(flat.layout.shard_numel, dtype=torch.float32, device=flat.device)
-            flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
+            segment = TierSegment(Range(0, flat.layout.shard_numel), "device", master)
+            flat.master = TieredTensor([segment], master.dtype)
             engine.context.tracker.add("master weights", master.nbytes)
             for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
                 flat.master.write(shard_range, local_shard)
@@ -418,28 +419,27 @@ def _is_equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _is_on_device(group: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer's kernels need the step counts of a group's parameters on the device."""
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def _allocate_whole(key: str, value: Any, example: torch.Tensor, on_device: bool) -> Any:
+def _allocate_whole(key: str, value: Any, example: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Allocate one state of a whole parameter, or copy it: it may be anything that an optimizer stores."""
     if isinstance(value, (torch.dtype, torch.Tensor)):
-        return allocate_state(key, value, example, on_device)
+        return allocate_state(key, value, example, group)
     return _copy_tensors(value, example.device)
 
 
-def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:
-    """Allocate one state of a parameter. Take the memory of ``reuse`` if it fits, since allocation takes time."""
+def allocate_state(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any], reuse: Any = None) -> Any:
+    """Allocate one state of a parameter of a group: zeros if ``value`` is a dtype, else a copy.
+
+    Take the memory of ``reuse`` if it fits, since allocation takes time.
+    """
     if isinstance(value, torch.dtype):
         if torch.is_tensor(reuse) and reuse.dtype == value and reuse.shape == parameter.shape:
             return reuse.zero_()
         return torch.zeros_like(parameter, dtype=value)
     if not isinstance(value, torch.Tensor):
         return value
-    if key == "step":
-        return value.clone() if not on_device else value.to(parameter.device, torch.float32, copy=True)
+    if key == "step":  # these optimizers' kernels read it on the device
+        on_device = group.get("capturable") or group.get("fused")
+        return value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
     return value.to(parameter.device, copy=True)
 
 
