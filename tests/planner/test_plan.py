@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_threads
+from test_traffic import moved_bytes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import zeroshard
 from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
@@ -75,27 +73,14 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
     replicas = 1 if partition is None else 2
     options = {"stage": stage, "partition": partition or "hybrid"}
 
-    def train(rank: int) -> dict[str, int]:
-        torch.manual_seed(0)
-        model = GPT(config)
-        mesh = None if partition is None else init_device_mesh("cpu", (replicas, ranks // replicas))
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, **options)
-        tokens = torch.zeros(2, 8, dtype=torch.int64)
-        for _ in range(2):
-            for _ in range(accumulate):
-                model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        kinds = zeroshard.report(model).collectives
-        return {kind: traffic.bytes for kind, traffic in kinds.items() if traffic.bytes > 1000}
-
     model = GPT(config)
     machine = Machine.resolve("cpu")
     work = TraceCost.from_trace(trace_model(model, micro_batch=2, device_kind="cpu"), machine)
     held = state_sizes(model, Config(**options), ranks=ranks // replicas, replicas=replicas, on_gpu=False)
     conditions = StepConditions(ranks=ranks, replicas=replicas, accumulate=accumulate)
     foretold = step_time(work, held, machine, conditions).traffic
-    for measured in run_threads(ranks, train):
+    mesh_shape = (ranks,) if partition is None else (replicas, ranks // replicas)
+    for measured in moved_bytes(model, "adamw", mesh_shape, accumulate, **options):
         assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
             measured, rel=0.002, abs=300
         )  # flags

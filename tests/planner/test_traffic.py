@@ -19,7 +19,9 @@ from zeroshard.train.training_setup import make_optimizer
 TINY = GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=32)
 
 
-def moved_bytes(model: GPT, optimizer: str, mesh_shape: tuple[int, ...], **options: Any) -> list[dict[str, int]]:
+def moved_bytes(
+    model: GPT, optimizer: str, mesh_shape: tuple[int, ...], accumulate: int = 1, **options: Any
+) -> list[dict[str, int]]:
     """The bytes of the second step of each rank, without those of small all-reduces."""
 
     def train(rank: int) -> dict[str, int]:
@@ -28,7 +30,8 @@ def moved_bytes(model: GPT, optimizer: str, mesh_shape: tuple[int, ...], **optio
         sharded, stepper = zeroshard.shard(mine, inner, mesh=init_device_mesh("cpu", mesh_shape), **options)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):
-            sharded(tokens, tokens).backward()
+            for _ in range(accumulate):
+                sharded(tokens, tokens).backward()
             stepper.step()
             stepper.zero_grad()
         kinds = zeroshard.report(sharded).collectives

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_threads
+from test_traffic import moved_bytes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.comm import payload_bytes
@@ -122,26 +122,13 @@ def test_traffic_is_what_a_run_communicates(
     options: dict[str, Any] = {"stage": stage, "partition": partition or "hybrid", "precision": precision}
     options |= {"reduce_wire": "int8", "gather_dtype": "int8" if stage == 3 else None}
 
-    def train(rank: int) -> dict[str, int]:
-        torch.manual_seed(0)
-        model = GPT(config)
-        mesh = None if partition is None else init_device_mesh("cpu", (replicas, ranks // replicas))
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, **options)
-        tokens = torch.zeros(2, 8, dtype=torch.int64)
-        for _ in range(2):
-            for _ in range(accumulate):
-                model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        kinds = zeroshard.report(model).collectives
-        return {kind: traffic.bytes for kind, traffic in kinds.items() if traffic.bytes > 1000}
-
     model, machine = GPT(config), Machine.resolve("cpu")
     trace = trace_model(model, micro_batch=2, device_kind="cpu", precision=precision)
     sizes = state_sizes(model, Config(**options), ranks=ranks // replicas, replicas=replicas, on_gpu=False)
     conditions = StepConditions(ranks=ranks, replicas=replicas, accumulate=accumulate)
     predicted = step_time(TraceCost.from_trace(trace, machine), sizes, machine, conditions).traffic
-    for measured in run_threads(ranks, train):
+    mesh_shape = (ranks,) if partition is None else (replicas, ranks // replicas)
+    for measured in moved_bytes(model, "adamw", mesh_shape, accumulate, **options):
         assert {kind: nbytes for kind, nbytes in predicted.items() if nbytes} == pytest.approx(measured, abs=300)
 
 

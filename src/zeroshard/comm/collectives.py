@@ -202,7 +202,10 @@ class Communicator:
         quantizer: Quantizer | None,
         adds: bool = False,
     ) -> CollectiveWork:
-        """Reduce gradients over the inner axis: the first of two hops. ``adds``: add the result to ``part``."""
+        """Reduce gradients over the inner axis: the first of two hops, or the only one.
+
+        ``adds``: add the result to ``part``, instead of storing it there.
+        """
         result = self._inner_part(packed, quantizer) if adds else part
         start, nbytes, on_done = _reduction(self, self._reduce_axes[0], result, packed, received, quantizer)
         work = _start(self, start, "reduce-scatter", nbytes, what, on_done)
