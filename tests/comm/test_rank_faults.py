@@ -17,7 +17,9 @@ from plain import make_net
 from ranks import run_threads
 
 import zeroshard
-from zeroshard.comm import heartbeat_monitor
+from zeroshard.comm import heartbeat_monitor, peers
+from zeroshard.comm.collectives import CollectiveOrder
+from zeroshard.comm.consistency import ConsistencyChecker
 
 SOON = 25.0  # seconds: they know within 10, but for a busy machine; the process group's timeout is 60
 
@@ -169,6 +171,27 @@ def test_communicators_are_aborted_before_the_error_is_raised(monkeypatch: pytes
         return backend.is_aborted
 
     assert run_threads(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("is_garbage", [False, True])
+def test_a_rank_may_drop_its_model_before_the_others(is_garbage: bool) -> None:
+    """They learn that it has joined all collectives, also those since its last heartbeat."""
+    store = torch.distributed.HashStore()
+    first, second = (ConsistencyChecker(store, rank, [0, 1], timeout=5.0) for rank in range(2))
+    order = CollectiveOrder(second)
+    time.sleep(1.5 * peers.HEARTBEAT_INTERVAL_SECONDS)
+    order.event_count = 7
+    if is_garbage:  # in cycles, whose objects are finalized in any order
+        second.itself, order.itself = second, order  # type: ignore[attr-defined]
+    del second, order
+    gc.collect()
+    deadline = time.monotonic() + SOON
+    while not first.faults and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.close()
+    (fault,) = first.faults
+    assert (fault.rank, fault.event_count) == (1, 7)
+    assert not fault.is_blocking(7)
 
 
 def watches() -> set[threading.Thread]:

@@ -310,7 +310,7 @@ class Communicator:
 
     def _raise_on_fault(self, what: str) -> None:
         if self.consistency.faults:
-            self.consistency.raise_on_fault(self.consistency.position()[0], what)
+            self.consistency.raise_on_fault(self.consistency.event_count, what)
 
     @property
     def mesh_size(self) -> int:

@@ -39,6 +39,7 @@ __all__ = ["PASS_START", "POLL_INTERVAL", "ConsistencyChecker", "RanksDisagreeEr
 
 PASS_START = "start "  # prefix of the event that starts a pass
 POLL_INTERVAL = timedelta(seconds=1)  # a waiting rank checks for faults this often
+NO_POSITION = (0, "shard()")  # of a rank that has not recorded an event yet
 LATE_AFTER_SECONDS = 1.0  # a rank that waits longer asks the others to compare positions
 _ADVICE = (
     "All ranks must run the same units in the same order: look for a branch on rank or data around that unit, or a "
@@ -66,12 +67,7 @@ class ConsistencyChecker:
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        global_ranks: Sequence[int],
-        timeout: float,
-        heartbeat_timeout: float = 8.0,
+        self, store: Store | None, rank: int, global_ranks: Sequence[int], timeout: float, heartbeat_timeout: float = 8
     ) -> None:
         """``store`` contains only keys of this model; None: one rank, or a backend without communication.
 
@@ -84,9 +80,7 @@ class ConsistencyChecker:
         self._last_announced = (-1, "")  # event index and event that this rank announced last
         self._stale_keys: list[str] = []  # of the last confirmation; deleted at the next one
         self._progress: weakref.ref[CollectiveProgress] | None = None
-        self._monitor: HeartbeatMonitor | None = None
-        if store is not None:
-            self._monitor = HeartbeatMonitor(store, rank, self.global_ranks, self, heartbeat_timeout)
+        self._monitor = None if store is None else HeartbeatMonitor(store, rank, global_ranks, self, heartbeat_timeout)
         self.faults: list[RankFault] = [] if self._monitor is None else self._monitor.faults.known
 
     @property
@@ -113,8 +107,8 @@ class ConsistencyChecker:
     def __del__(self) -> None:
         """Stop the heartbeat monitor of a model whose sharding failed before its order was recorded."""
         monitor = getattr(self, "_monitor", None)
-        if monitor is not None:
-            monitor.announce_model_dropped()
+        if monitor is not None and self._progress is None:  # else the order announces it: only that has the position
+            monitor.announce_model_dropped(NO_POSITION)
 
     # -- confirmation -------------------------------------------------------------------------------------------
 
@@ -247,13 +241,20 @@ class ConsistencyChecker:
         """Record the reason for ranks that will wait for this one: it left its pass by an exception."""
         if self._store is not None and self._monitor is not None:
             with contextlib.suppress(RuntimeError):  # the store died with its rank
-                self._store.set(f"note {self.rank}", f"{self.position()[0]}:{why}")
+                self._store.set(f"note {self.rank}", f"{self.event_count}:{why}")
                 self._monitor.request_comparison()
 
-    def position(self) -> tuple[int, str]:
-        """Return how many events this rank has reached, and a description of the last."""
-        progress = self._progress() if self._progress is not None else None
-        return (0, "shard()") if progress is None else (progress.event_count, progress.describe_last_event())
+    def position(self) -> tuple[int, str] | None:
+        """Return how many events this rank has reached, and a description of the last; None for a dropped model."""
+        if self._progress is None:
+            return NO_POSITION
+        progress = self._progress()
+        return None if progress is None else (progress.event_count, progress.describe_last_event())
+
+    @property
+    def event_count(self) -> int:
+        """How many events this rank has reached."""
+        return (self.position() or NO_POSITION)[0]
 
     def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet.
@@ -292,7 +293,7 @@ class ConsistencyChecker:
 
     def _fault_error(self, what: str, began: float | None, index: int | None, error: str = "") -> RanksDisagreeError:
         fault = self._blocking_fault(index) or self.faults[0]
-        if self._monitor is not None and fault.is_blocking(self.position()[0]):
+        if self._monitor is not None and fault.is_blocking(self.event_count):
             self._monitor.wait_for_abort()
         error_clause = f" ({error})" if error else ""
         failures = "".join(f" {failure}." for failure in self._announced_failures() if failure not in fault.text)

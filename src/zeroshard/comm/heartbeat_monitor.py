@@ -43,6 +43,7 @@ from torch._C._distributed_c10d import Store
 from zeroshard.comm.peers import HEARTBEAT_INTERVAL_SECONDS, BarrierDetector, BarrierWait, Peer, PeerWatch
 
 COLLECTIVE_GRACE_SECONDS = 3.0  # time for collectives to complete that a rank joined before it exited
+STORE_GRACE_SECONDS = 3.0  # a process whose store does not answer any more may end this much later
 EXIT_GRACE_SECONDS = 3.0  # a process that exits by an exception waits this long for others to read why
 MAX_ABORT_SECONDS = 5.0  # that the abort of a communicator is waited for
 THREAD_NAME = "zeroshard heartbeats"
@@ -79,8 +80,8 @@ class RankFault:
 class MonitoredRank(Protocol):
     """What the monitor needs of :class:`zeroshard.comm.consistency.ConsistencyChecker`."""
 
-    def position(self) -> tuple[int, str]:
-        """Return how many events this rank has reached, and a description of the last."""
+    def position(self) -> tuple[int, str] | None:
+        """Return how many events this rank has reached, and a description of the last; None for a dropped model."""
 
     def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet."""
@@ -182,7 +183,8 @@ class HeartbeatMonitor:
         self._position = (0, "")
         self._has_aborted = threading.Event()  # whether NCCL communicators were aborted
         self._has_group = False  # whether the rank had a process group at the last poll
-        self._is_closed = self._is_model_dropped = False
+        self._is_closed = False
+        self._dropped_at: tuple[int, str] | None = None  # the position at which the rank dropped the model
         self._exit_finalizer = util.Finalize(None, self._at_exit, exitpriority=100)  # also in child processes
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -194,16 +196,14 @@ class HeartbeatMonitor:
         with contextlib.suppress(RuntimeError):
             self._store.add("late", 1)
 
-    def announce_model_dropped(self, position: tuple[int, str] | None = None) -> None:
+    def announce_model_dropped(self, position: tuple[int, str]) -> None:
         """Let the thread notify the others that this rank dropped the model at ``position``, and stop.
 
-        Finalizers call this, so it only sets flags, which the thread reads within a second. A garbage collection may
+        Finalizers call this, so it only sets a field, which the thread reads within a second. A garbage collection may
         run inside torch code that holds a lock: code that released the GIL there, such as a write to the wake pipe,
         would deadlock with a thread that waits for that lock and holds the GIL.
         """
-        if not self._is_model_dropped:
-            self._position = position or self._position
-            self._is_model_dropped = True
+        self._dropped_at = position
 
     def wake(self) -> None:
         self._peers.wake()
@@ -224,7 +224,7 @@ class HeartbeatMonitor:
     def max_detection_seconds(self) -> float:
         """Seconds after which every fault that explains a failure is known."""
         if self._peers.are_all_ranks_local:
-            return COLLECTIVE_GRACE_SECONDS
+            return STORE_GRACE_SECONDS + 1.5 * HEARTBEAT_INTERVAL_SECONDS
         return self._heartbeat_timeout + 1.5 * HEARTBEAT_INTERVAL_SECONDS
 
     def last_position(self, rank: int) -> str:
@@ -240,9 +240,10 @@ class HeartbeatMonitor:
 
     def _run(self) -> None:
         try:
-            while not self._is_closed and not self._is_model_dropped and self._poll_once():
+            while not self._is_closed and self._dropped_at is None and self._poll_once():
                 self._peers.wait(HEARTBEAT_INTERVAL_SECONDS)
-            if not self._is_closed and self._is_model_dropped:
+            if not self._is_closed and self._dropped_at is not None:
+                self._position = self._dropped_at
                 self._post_exit("has dropped its sharded model")
                 self._exit_finalizer.cancel()
         finally:
@@ -251,9 +252,10 @@ class HeartbeatMonitor:
     def _poll_once(self) -> bool:
         """Write a heartbeat and read the store; return whether to continue."""
         monitored = self._monitored()
-        if monitored is None:  # being garbage-collected
+        position = None if monitored is None else monitored.position()
+        if monitored is None or position is None:  # being garbage-collected
             return True
-        self._position = monitored.position()
+        self._position = position
         had_group, self._has_group = self._has_group, dist.is_initialized()
         try:
             self._store.set(f"beat {self._rank}", f"{time.time_ns()} {self._position[0]} {self._position[1]}")
@@ -271,9 +273,7 @@ class HeartbeatMonitor:
                 self.faults.post(FAULT_ERROR, conflict)
                 self._read_store()
         except (RuntimeError, ValueError) as error:
-            time.sleep(0.3)  # connections close before a process ends
-            self._peers.wait(0)
-            self._report_ended(is_store_reachable=False)
+            self._await_end_of_peer()
             if not self.faults.known:
                 reason = str(error).partition("\n")[0]
                 why = f"the job's store does not answer ({reason}): rank 0, or the launcher, which holds it, is gone"
@@ -286,6 +286,16 @@ class HeartbeatMonitor:
         self.faults.read_new()
         self._abort_hung_collectives()  # also for known faults: this rank may have advanced since
         self.announcements.read_new()
+
+    def _await_end_of_peer(self) -> None:
+        """Report the rank that held the store, if it was one: its connections closed before its process has ended.
+
+        A process that was killed first frees what it has on a GPU, which can take a second.
+        """
+        deadline = time.monotonic() + STORE_GRACE_SECONDS
+        while not (self._is_closed or self._dropped_at or self.faults.known) and time.monotonic() < deadline:
+            self._peers.wait(0.1)
+            self._report_ended(is_store_reachable=False)
 
     def _report_ended(self, is_store_reachable: bool = True) -> None:
         """Report the ranks on this machine whose process has ended."""
@@ -326,7 +336,8 @@ class HeartbeatMonitor:
     def _at_exit(self) -> None:
         """Record how this process ends."""
         monitored = self._monitored()
-        self._position = self._position if monitored is None else monitored.position()
+        position = None if monitored is None else monitored.position()
+        self._position = self._dropped_at or position or self._position
         error = _ending_error()
         has_raised = error is not None and not isinstance(error, RanksDisagreeError)  # the others know of that one
         self._post_exit(f"raised {type(error).__name__}: {error}" if has_raised else "has exited")
