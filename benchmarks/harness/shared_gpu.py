@@ -23,6 +23,11 @@ from zeroshard.planner.step_time import StepConditions, StepTime, step_time
 UNLIMITED = Link(bandwidth=1e18, latency=0)
 
 
+def beside(kind: str) -> str:
+    """Return the name of the rate of all-gathers beside reductions of a kind."""
+    return f"all-gather beside {kind}"
+
+
 def trace_gpt(config: GPTConfig, **options: Any) -> TracedModel:
     """Return a GPT for predictions, with ``options`` of shard()."""
     with torch.device("meta"):
@@ -40,7 +45,8 @@ class SharedDevice:
     compute_seconds: float
     """Of a forward and a backward, while all ranks compute, without communication."""
     link_rates: dict[str, float]
-    """Bytes/s that a rank receives while all communicate, by collective: "all-gather", "reduce-scatter", …"""
+    """Bytes/s that a rank receives while all communicate: in "all-gather", "reduce-scatter" and "all-to-all", and, by
+    the name that :func:`beside` returns, in all-gathers and reductions together."""
 
     def machine(self, link_rate: float) -> Machine:
         """Return one rank's share of the device, with a link.
@@ -76,10 +82,13 @@ class SharedDevice:
         conditions = StepConditions(ranks=self.ranks)
         traffic = step_time(scaled, sizes, free, conditions).traffic  # does not depend on rates
         # the machine has one rate for all collectives: that at which these bytes take as long as at their own rates
-        kinds = {
-            "all-gather": "all-gather",
-            "reduce-scatter": "all-to-all" if strategy.reduce_wire else "reduce-scatter",
-        }
-        seconds = sum(traffic.get(name, 0.0) / self.link_rates[kind] for name, kind in kinds.items())
-        rate = sum(traffic.get(name, 0.0) for name in kinds) / seconds
-        return step_time(scaled, sizes, self.machine(rate), conditions)
+        gathered, reduced = traffic.get("all-gather", 0.0), traffic.get("reduce-scatter", 0.0)
+        kind = "all-to-all" if strategy.reduce_wire else "reduce-scatter"
+        # stage 3 gathers in backward too, half of all, while it reduces
+        each = min(gathered / 2, reduced) if strategy.stage == 3 else 0.0
+        seconds = (
+            2 * each / self.link_rates[beside(kind)]
+            + (gathered - each) / self.link_rates["all-gather"]
+            + (reduced - each) / self.link_rates[kind]
+        )
+        return step_time(scaled, sizes, self.machine((gathered + reduced) / seconds), conditions)

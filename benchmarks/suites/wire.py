@@ -4,9 +4,9 @@
     python -m benchmarks sockets --wire --size 1.4b --ranks 2
     python -m benchmarks sockets --wire --tiny --device cpu
 
-A step's time is the median, on the slowest rank. The prediction (`harness/shared_gpu.py`) has two measured numbers: the
-time of a forward and backward of all ranks at once without communication, and what a rank receives per second in
-collectives of a block's size, of each kind.
+A step's time is the median, on the slowest rank. The prediction (`harness/shared_gpu.py`) is made of what is measured
+without a step: the time of a forward and backward of all ranks at once without communication, and what a rank receives
+per second in collectives of a block's size, of each kind, and of two kinds at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import zeroshard
 from benchmarks.harness.record import Result, failure, ratio
-from benchmarks.harness.shared_gpu import SharedDevice, trace_gpt
+from benchmarks.harness.shared_gpu import SharedDevice, beside, trace_gpt
 from benchmarks.harness.trials import Trials
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import Strategy
@@ -33,7 +33,7 @@ SHAPES = {
     "150m": {"vocab_size": 50304, "context": 256, "layers": 12, "heads": 12, "width": 768},
     "1.4b": {"vocab_size": 50304, "context": 256, "layers": 24, "heads": 16, "width": 2048},
 }
-STEPS = {"150m": (3, 7), "1.4b": (1, 2)}  # that do not count, and that do
+STEPS = {"150m": (3, 7), "1.4b": (1, 3)}  # that do not count, and that do
 TINY_SHAPE, TINY_STEPS = {"vocab_size": 256, "context": 16, "layers": 2, "heads": 2, "width": 16}, (1, 1)
 ROWS = 4  # sequences of a rank
 REPEATS, SERIES = 5, 8  # of a series of collectives; collectives of a series
@@ -57,7 +57,7 @@ def train(shape: dict[str, int], steps: tuple[int, int], device: str) -> Result:
     tokens = torch.randint(config.vocab_size, (ROWS, config.context), generator=generator).to(device)
     found: Result = {"parameters": config.parameters, "compute": _time_compute(config, tokens, sum(steps) + 2)}
     block = 12 * config.width**2
-    found["rates"] = {kind: _link_rate(kind, 2 * block, device) for kind in COLLECTIVES}
+    found["rates"] = _link_rates(2 * block, device)
     found["times"], found["losses"], found["sent"] = {}, {}, {}
     for name, strategy in VARIANTS.items():
         _free_memory(tokens.device)
@@ -110,41 +110,49 @@ def _time_compute(config: GPTConfig, tokens: torch.Tensor, steps: int) -> float:
     return statistics.median([_slowest(compute, tokens.device) for _ in range(steps)][2:])
 
 
-def _gather(sent: torch.Tensor, received: torch.Tensor) -> None:
+def _gather(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
     part = sent.numel() // dist.get_world_size()
-    dist.all_gather_into_tensor(received, sent[:part])
+    return dist.all_gather_into_tensor(received, sent[:part], group=group, async_op=True)
 
 
-def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor) -> None:
+def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
     if not sent.is_cuda:  # gloo: as zeroshard reduces
-        dist.all_to_all_single(received, sent)
-        return
+        return _all_to_all(sent, received, group)
     part = sent.numel() // dist.get_world_size()
-    dist.reduce_scatter_tensor(received[:part], sent)
+    return dist.reduce_scatter_tensor(received[:part], sent, group=group, async_op=True)
 
 
-def _all_to_all(sent: torch.Tensor, received: torch.Tensor) -> None:
-    dist.all_to_all_single(received, sent)
+def _all_to_all(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
+    return dist.all_to_all_single(received, sent, group=group, async_op=True)
 
 
 COLLECTIVES = {"all-gather": _gather, "reduce-scatter": _reduce_scatter, "all-to-all": _all_to_all}
 
 
-def _link_rate(kind: str, nbytes: int, device: str) -> float:
+def _link_rates(nbytes: int, device: str) -> dict[str, float]:
     """Return the bytes/s that a rank receives in collectives of ``nbytes`` in bf16, one after the other as in a step.
 
-    Before a single one, ranks that share a GPU would wait for their turn.
+    All-gathers and reductions have process groups of their own, and so can run at the same time. Before a single
+    collective, ranks that share a GPU would wait for their turn.
     """
     ranks = dist.get_world_size()
-    sent = torch.zeros(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
-    received = torch.empty_like(sent)
+    groups = {kind: dist.group.WORLD if kind == "all-gather" else dist.new_group() for kind in COLLECTIVES}
+    tensors = [torch.zeros(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device) for _ in range(4)]
 
-    def run() -> None:
-        for _ in range(SERIES):
-            COLLECTIVES[kind](sent, received)
+    def rate(*kinds: str) -> float:
+        def run() -> None:
+            works = []
+            for _ in range(SERIES):
+                for number, kind in enumerate(kinds):
+                    works.append(COLLECTIVES[kind](*tensors[2 * number : 2 * number + 2], groups[kind]))
+            for work in works:
+                work.wait()
 
-    seconds = statistics.median([_slowest(run, sent.device) for _ in range(REPEATS + 2)][2:])
-    return SERIES * sent.nbytes * (ranks - 1) / ranks / seconds
+        seconds = statistics.median([_slowest(run, tensors[0].device) for _ in range(REPEATS + 2)][2:])
+        return len(kinds) * SERIES * tensors[0].nbytes * (ranks - 1) / ranks / seconds
+
+    alone = {kind: rate(kind) for kind in COLLECTIVES}
+    return alone | {beside(kind): rate("all-gather", kind) for kind in ("reduce-scatter", "all-to-all")}
 
 
 def _slowest(run: Callable[[], None], device: torch.device) -> float:

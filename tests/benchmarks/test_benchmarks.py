@@ -523,10 +523,16 @@ def test_a_step_of_ranks_that_share_a_gpu_is_its_bytes_and_its_computation() -> 
     config = GPTConfig(vocab_size=512, context=32, layers=3, heads=4, width=128)
     traced = shared_gpu.trace_gpt(config, precision="bf16", backwards=1)
     kinds = {"all-gather": 4e6, "reduce-scatter": 2e6, "all-to-all": 3e6}
+    kinds |= {"all-gather beside reduce-scatter": 5e6, "all-gather beside all-to-all": 6e6}
     for strategy in wire.VARIANTS.values():
         slow = shared_gpu.SharedDevice(4, "NVIDIA H200", 1e-4, kinds).predict(traced, strategy)
-        reduce_rate = 3e6 if strategy.reduce_wire else 2e6
-        expected = 0.75 * (slow.traffic["all-gather"] / 4e6 + slow.traffic["reduce-scatter"] / reduce_rate)
+        reduce_rate, both_rate = (3e6, 6e6) if strategy.reduce_wire else (2e6, 5e6)
+        gathered, reduced = slow.traffic["all-gather"], slow.traffic["reduce-scatter"]
+        expected = 0.75 * (gathered / 4e6 + reduced / reduce_rate)
+        if strategy.stage == 3:  # forward gathers; backward gathers as much, beside its reductions
+            both = min(gathered / 2, reduced)
+            left = (gathered / 2 - both) / 4e6 + (reduced - both) / reduce_rate
+            expected = 0.75 * (gathered / 2 / 4e6 + 2 * both / both_rate + left)
         assert slow.step == pytest.approx(expected, rel=0.05)
         fast = shared_gpu.SharedDevice(2, "NVIDIA H200", 2.0, dict.fromkeys(kinds, 1e12)).predict(traced, strategy)
         assert fast.step == pytest.approx(2.0, rel=0.01)
