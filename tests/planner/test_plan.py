@@ -171,6 +171,17 @@ def test_a_slow_wire_is_waited_for_and_a_fast_one_is_hidden() -> None:
     assert wire * 0.9 < slow.step < 1.5 * (wire + fast.step)
 
 
+def test_latencies_of_all_gathers_and_reductions_overlap() -> None:
+    """They have streams of their own, and a collective that waits for a message does not use the network."""
+    model, late = gpt(layers=12), Link(bandwidth=1e15, latency=1.0)
+    machine = replace(NODE, op=0.0, unit=0.0, inside=late)
+    units = len(state_sizes(model, Config(stage=3, precision="bf16"), ranks=2).units)
+    assert 12 <= units <= 14
+    stage3, stage2 = (replayed(stage, 2, machine, model=model).step for stage in (3, 2))
+    assert stage3 == pytest.approx(2 * units, abs=4)  # backward gathers the next unit while it reduces the last one
+    assert stage2 == pytest.approx(2 * units, abs=1)  # its all-gathers follow its reductions
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_replicated_gradients_are_reduced_during_the_last_backward(stage: int) -> None:
     """All but the last unit's reductions overlap, if the wire is fast enough; once a step."""

@@ -257,6 +257,10 @@ class Hop(NamedTuple):
         """Return how long it takes."""
         return collective_seconds(machine, self.kind, self.nbytes, self.ranks, self.stride)
 
+    def latency(self, machine: Machine) -> float:
+        """Return how long it would take without any bytes."""
+        return self._replace(nbytes=0.0).seconds(machine)
+
 
 class Mesh:
     """The data-parallel axes, and the collectives over them."""
@@ -338,7 +342,7 @@ class _StepSimulator:
         self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self._traffic: dict[str, float] = {}
         self._mesh = Mesh(sizes, conditions)
-        self._known_seconds: dict[Hop, float] = {}
+        self._known_times: dict[Hop, tuple[float, float]] = {}
         self._time = _Timelines()
         self._all_gather_done_at: dict[int, float] = {}  # units in all-gather → when they are unsharded
         self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
@@ -463,21 +467,23 @@ class _StepSimulator:
         self._time.all_gather = self._all_gather_done_at[unit] = done
 
     def _schedule(self, ready: float, hops: list[Hop]) -> float:
-        """Return when hops that can start at ``ready`` end: all-gathers and reductions share the network."""
-        seconds = sum(map(self._hop_seconds, hops))
-        if not seconds:
-            return ready
-        self._time.network = max(self._time.network, ready) + seconds
-        return self._time.network
+        """Return when hops that can start at ``ready`` end.
 
-    def _hop_seconds(self, hop: Hop) -> float:
-        """Count the traffic of a hop and return its seconds."""
-        if not hop.counted_bytes:
-            return 0.0
+        All-gathers and reductions share the network. While one waits for its latency, the other can use it.
+        """
+        times = [self._hop_times(hop) for hop in hops if hop.counted_bytes]
+        if not times:
+            return ready
+        seconds, latency = map(sum, zip(*times, strict=True))
+        self._time.network = max(self._time.network, ready) + seconds - latency
+        return self._time.network + latency
+
+    def _hop_times(self, hop: Hop) -> tuple[float, float]:
+        """Count the traffic of a hop and return its seconds, and its latency, which is part of them."""
         self._count_traffic(hop.name, hop.counted_bytes)
-        if hop not in self._known_seconds:
-            self._known_seconds[hop] = hop.seconds(self._machine)
-        return self._known_seconds[hop]
+        if hop not in self._known_times:
+            self._known_times[hop] = hop.seconds(self._machine), hop.latency(self._machine)
+        return self._known_times[hop]
 
     def _post_backward(self, unit: int, is_last: bool) -> None:
         """Reduce a unit's gradients during computation: pack them, or add them to the accumulated gradients first."""
@@ -540,7 +546,7 @@ class _StepSimulator:
     def _whole_seconds(self, whole: WholeSizes) -> float:
         """Return the seconds of the fullest owner: exchange, update, exchange, as if none of them overlapped."""
         machine = self._machine
-        seconds = sum(map(self._hop_seconds, self._mesh.whole_hops(whole)))
+        seconds = sum(self._hop_times(hop)[0] for hop in self._mesh.whole_hops(whole) if hop.counted_bytes)
         seconds += whole.update_bytes / machine.bandwidth
         precision = "bf16" if "bf16" in machine.flops else "fp32"
         return seconds + (machine.matmul_seconds(flops, precision) if (flops := max(whole.loads.flops)) else 0.0)
