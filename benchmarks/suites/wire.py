@@ -5,8 +5,8 @@
     python -m benchmarks sockets --wire --tiny --device cpu
 
 A step's time is the median, on the slowest rank. The prediction (`harness/shared_gpu.py`) is made of what is measured
-without a step: the time of a forward and backward of all ranks at once without communication, and what a rank receives
-per second in collectives of a block's size, of each kind, and of two kinds at once.
+without a step: the time of a forward and backward of all ranks at once without communication, and the times of
+collectives of each kind, of two sizes: those of the blocks of both models.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import torch.distributed as dist
 
 import zeroshard
 from benchmarks.harness.record import Result, failure, ratio
-from benchmarks.harness.shared_gpu import SharedDevice, beside, trace_gpt
+from benchmarks.harness.shared_gpu import SharedDevice, trace_gpt
 from benchmarks.harness.trials import Trials
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import Strategy
+from zeroshard.planner.calibration.node_rates import fit_link
+from zeroshard.planner.machines.machine import Link
 
 SHAPES = {
     "150m": {"vocab_size": 50304, "context": 256, "layers": 12, "heads": 12, "width": 768},
@@ -56,8 +58,7 @@ def train(shape: dict[str, int], steps: tuple[int, int], device: str) -> Result:
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (ROWS, config.context), generator=generator).to(device)
     found: Result = {"parameters": config.parameters, "compute": _time_compute(config, tokens, sum(steps) + 2)}
-    block = 12 * config.width**2
-    found["rates"] = _link_rates(2 * block, device)
+    found["collectives"] = {nbytes: _time_collectives(nbytes, device) for nbytes in block_bytes(config)}
     found["times"], found["losses"], found["sent"] = {}, {}, {}
     for name, strategy in VARIANTS.items():
         _free_memory(tokens.device)
@@ -98,6 +99,12 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def block_bytes(config: GPTConfig) -> list[int]:
+    """Return the sizes of collectives that are timed: of a block of each model, in bf16."""
+    widths = {shape["width"] for shape in SHAPES.values()}
+    return [24 * width**2 for width in sorted(widths if config.width in widths else {config.width, 2 * config.width})]
+
+
 def _time_compute(config: GPTConfig, tokens: torch.Tensor, steps: int) -> float:
     """Return the median seconds of a forward and backward without communication, of all ranks at once."""
     with tokens.device:
@@ -110,49 +117,53 @@ def _time_compute(config: GPTConfig, tokens: torch.Tensor, steps: int) -> float:
     return statistics.median([_slowest(compute, tokens.device) for _ in range(steps)][2:])
 
 
-def _gather(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
+def _gather(sent: torch.Tensor, received: torch.Tensor) -> None:
     part = sent.numel() // dist.get_world_size()
-    return dist.all_gather_into_tensor(received, sent[:part], group=group, async_op=True)
+    dist.all_gather_into_tensor(received, sent[:part])
 
 
-def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
+def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor) -> None:
     if not sent.is_cuda:  # gloo: as zeroshard reduces
-        return _all_to_all(sent, received, group)
+        _all_to_all(sent, received)
+        return
     part = sent.numel() // dist.get_world_size()
-    return dist.reduce_scatter_tensor(received[:part], sent, group=group, async_op=True)
+    dist.reduce_scatter_tensor(received[:part], sent)
 
 
-def _all_to_all(sent: torch.Tensor, received: torch.Tensor, group: Any) -> Any:
-    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+def _all_to_all(sent: torch.Tensor, received: torch.Tensor) -> None:
+    dist.all_to_all_single(received, sent)
 
 
 COLLECTIVES = {"all-gather": _gather, "reduce-scatter": _reduce_scatter, "all-to-all": _all_to_all}
 
 
-def _link_rates(nbytes: int, device: str) -> dict[str, float]:
-    """Return the bytes/s that a rank receives in collectives of ``nbytes`` in bf16, one after the other as in a step.
+def _time_collectives(nbytes: int, device: str) -> dict[str, float]:
+    """Return the seconds of a collective of ``nbytes`` in bf16, by its kind; of a series, as in a step.
 
-    All-gathers and reductions have process groups of their own, and so can run at the same time. Before a single
-    collective, ranks that share a GPU would wait for their turn.
+    Before a single collective, ranks that share a GPU would wait for their turn.
     """
     ranks = dist.get_world_size()
-    groups = {kind: dist.group.WORLD if kind == "all-gather" else dist.new_group() for kind in COLLECTIVES}
-    tensors = [torch.zeros(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device) for _ in range(4)]
+    sent = torch.zeros(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
+    received = torch.empty_like(sent)
 
-    def rate(*kinds: str) -> float:
+    def seconds(kind: str) -> float:
         def run() -> None:
-            works = []
             for _ in range(SERIES):
-                for number, kind in enumerate(kinds):
-                    works.append(COLLECTIVES[kind](*tensors[2 * number : 2 * number + 2], groups[kind]))
-            for work in works:
-                work.wait()
+                COLLECTIVES[kind](sent, received)
 
-        seconds = statistics.median([_slowest(run, tensors[0].device) for _ in range(REPEATS + 2)][2:])
-        return len(kinds) * SERIES * tensors[0].nbytes * (ranks - 1) / ranks / seconds
+        return statistics.median([_slowest(run, sent.device) for _ in range(REPEATS + 2)][2:]) / SERIES
 
-    alone = {kind: rate(kind) for kind in COLLECTIVES}
-    return alone | {beside(kind): rate("all-gather", kind) for kind in ("reduce-scatter", "all-to-all")}
+    return {kind: seconds(kind) for kind in COLLECTIVES}
+
+
+def fit_links(times: dict[int, dict[str, float]], ranks: int) -> dict[str, Link]:
+    """Return rate and latency of the link, for each kind of collective, from the times of two sizes.
+
+    >>> fit_links({10: {"all-gather": 5.0}, 20: {"all-gather": 7.0}}, ranks=2)
+    {'all-gather': Link(bandwidth=2.5, latency=3.0)}
+    """
+    (small, first), (large, second) = sorted(times.items())
+    return {kind: fit_link(ranks, (small, first[kind]), (large, second[kind])) for kind in first}
 
 
 def _slowest(run: Callable[[], None], device: torch.device) -> float:
@@ -190,9 +201,12 @@ def show(result: Result, trials: Trials, size: str) -> None:
         trials.show(name, heads, [[failure(result), *7 * [None]]])
         return
     device = "cpu" if result["device"] == "cpu" else torch.cuda.get_device_name()
-    shared = SharedDevice(result["ranks"], device, result["compute"], result["rates"])
-    rates = ", ".join(f"{kind} {rate / 1e9:.2f} GB/s" for kind, rate in shared.link_rates.items())
-    print(f"\n{name}: forward and backward {1e3 * shared.compute_seconds:.1f} ms; {rates}")
+    times = {int(nbytes): seconds for nbytes, seconds in result["collectives"].items()}
+    shared = SharedDevice(result["ranks"], device, result["compute"], fit_links(times, result["ranks"]))
+    rates = (
+        f"{kind} {1e-9 * link.bandwidth:.2f} GB/s, {1e3 * link.latency:.1f} ms" for kind, link in shared.links.items()
+    )
+    print(f"\n{name}: forward and backward {1e3 * shared.compute_seconds:.1f} ms; {'; '.join(rates)}")
     medians = {name: 1e3 * statistics.median(times) for name, times in result["times"].items()}
     traced = trace_gpt(GPTConfig(**result["shape"]), **OPTIONS)
     for variant, median in medians.items():

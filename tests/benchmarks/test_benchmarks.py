@@ -43,6 +43,8 @@ from benchmarks.suites import (
 )
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.optim import step
+from zeroshard.planner import Strategy
+from zeroshard.planner.machines.machine import Link
 
 
 @pytest.fixture
@@ -519,23 +521,24 @@ def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: No
 
 
 def test_a_step_of_ranks_that_share_a_gpu_is_its_bytes_and_its_computation() -> None:
-    """Where the link is slow a step takes its bytes over its rates; where it is fast, as long as it computes."""
+    """They take turns: nothing overlaps with computation. Bytes share the link, latencies of two streams overlap."""
     config = GPTConfig(vocab_size=512, context=32, layers=3, heads=4, width=128)
     traced = shared_gpu.trace_gpt(config, precision="bf16", backwards=1)
-    kinds = {"all-gather": 4e6, "reduce-scatter": 2e6, "all-to-all": 3e6}
-    kinds |= {"all-gather beside reduce-scatter": 5e6, "all-gather beside all-to-all": 6e6}
+
+    def predict(strategy: Strategy, ranks: int, latency: float, **rates: float) -> Any:
+        kinds = {"all-gather": "gather", "reduce-scatter": "reduce", "all-to-all": "exchange"}
+        links = {kind: Link(bandwidth=rates.get(name, 1e18), latency=latency) for kind, name in kinds.items()}
+        return shared_gpu.SharedDevice(ranks, "NVIDIA H200", 2.0, links).predict(traced, strategy)
+
     for strategy in wire.VARIANTS.values():
-        slow = shared_gpu.SharedDevice(4, "NVIDIA H200", 1e-4, kinds).predict(traced, strategy)
-        reduce_rate, both_rate = (3e6, 6e6) if strategy.reduce_wire else (2e6, 5e6)
-        gathered, reduced = slow.traffic["all-gather"], slow.traffic["reduce-scatter"]
-        expected = 0.75 * (gathered / 4e6 + reduced / reduce_rate)
-        if strategy.stage == 3:  # forward gathers; backward gathers as much, beside its reductions
-            both = min(gathered / 2, reduced)
-            left = (gathered / 2 - both) / 4e6 + (reduced - both) / reduce_rate
-            expected = 0.75 * (gathered / 2 / 4e6 + 2 * both / both_rate + left)
-        assert slow.step == pytest.approx(expected, rel=0.05)
-        fast = shared_gpu.SharedDevice(2, "NVIDIA H200", 2.0, dict.fromkeys(kinds, 1e12)).predict(traced, strategy)
-        assert fast.step == pytest.approx(2.0, rel=0.01)
+        slow = predict(strategy, 4, 0.0, gather=4e4, reduce=2e4, exchange=3e4)
+        reduce_rate = 3e4 if strategy.reduce_wire else 2e4
+        bytes_seconds = 0.75 * (slow.traffic["all-gather"] / 4e4 + slow.traffic["reduce-scatter"] / reduce_rate)
+        assert slow.step == pytest.approx(2 + bytes_seconds, rel=0.01)
+        assert predict(strategy, 2, 0.0).step == pytest.approx(2.0, rel=0.01)
+        for ranks in (2, 4):  # 5 units; in every stage their all-gathers and reductions, one after the other, or beside
+            late = predict(strategy, ranks, 100.0).step / (100.0 * (ranks - 1))
+            assert late == pytest.approx(2 * 5, abs=1.5)
 
 
 def test_sizes_of_the_socket_runs_are_those_of_their_names() -> None:
