@@ -22,7 +22,7 @@ from benchmarks.evidence.page import differences
 from benchmarks.harness.ranks import default_backend, run_ranks, use_deterministic_kernels
 from benchmarks.harness.record import Result, failure
 from benchmarks.harness.trials import Trials
-from benchmarks.harness.variants import precision
+from benchmarks.harness.variants import precision as default_precision
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.data.corpus import shakespeare
 
@@ -58,16 +58,16 @@ def learning_rate(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - begin) / max(1, steps - begin))
 
 
-def wrap(variant: str, model: GPT, device: str) -> tuple[Any, Any, Callable[[], object]]:
+def wrap(variant: str, model: GPT, precision: str) -> tuple[Any, Any, Callable[[], object]]:
     """Return the model, the optimizer, and what clips the gradients, as the variant does it."""
-    is_mixed = precision(device) == "bf16"
+    is_mixed = precision == "bf16"
     rate = 1.01 * RATE if variant.endswith(CONTROL.removeprefix(BASE)) else RATE
     given: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
     if variant.startswith("zeroshard") or variant in FEWER_BYTES:
         options: dict[str, Any] = {"stage": 3, **FEWER_BYTES.get(variant, {})}
         if variant not in FEWER_BYTES:
             options = {"stage": int(variant[-1]), "reduce_dtype": "fp32"}
-        options["precision"] = precision(device)
+        options["precision"] = precision
         sharded, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), **given), **options)
         return sharded, optimizer, lambda: optimizer.clip_grad_norm_(CLIP)
     wrapped: nn.Module = CastWeights(model) if is_mixed else model
@@ -82,7 +82,7 @@ def wrap(variant: str, model: GPT, device: str) -> tuple[Any, Any, Callable[[], 
     return wrapped, torch.optim.AdamW(weights, **given), lambda: nn.utils.clip_grad_norm_(weights, CLIP)
 
 
-def train(variant: str, device: str, steps: int, shape: dict[str, int]) -> Result:
+def train(variant: str, device: str, precision: str, steps: int, shape: dict[str, int]) -> Result:
     """Train as one of several ranks; return the loss of every step, the mean over the ranks."""
     use_deterministic_kernels()  # so that only the method can make a difference
     text = torch.frombuffer(bytearray(shakespeare(), "ascii"), dtype=torch.uint8).to(device)
@@ -91,7 +91,7 @@ def train(variant: str, device: str, steps: int, shape: dict[str, int]) -> Resul
     with torch.device(device):
         model = GPT(GPTConfig(vocab_size=256, context=shape["sequence"], **given))
     parameters = model.config.parameters
-    trained, optimizer, clip = wrap(variant, model, device)
+    trained, optimizer, clip = wrap(variant, model, precision)
     draws = torch.Generator().manual_seed(1 + dist.get_rank())
     window = torch.arange(shape["sequence"] + 1, device=device)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -121,6 +121,7 @@ def measure(variant: str, device: str, **given: Any) -> Result:
 def add_options(parser: argparse.ArgumentParser, variants: Sequence[str] = VARIANTS) -> None:
     """Add what can be chosen on the command line."""
     parser.add_argument("--steps", type=int, help="of each curve (default: 1000)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="(default: bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--shape", type=int, nargs=5, metavar=tuple(SHAPE), help=f"(default: {[*SHAPE.values()]})")
     parser.add_argument("--variants", nargs="+", choices=variants, default=variants, help="curves (default: all)")
 
@@ -129,7 +130,8 @@ def run(chosen: argparse.Namespace) -> None:
     """Train with each variant, several at the same time if wanted."""
     shape = dict(zip(SHAPE, chosen.shape, strict=True)) if chosen.shape else TINY if chosen.tiny else SHAPE
     steps = chosen.steps or (6 if chosen.tiny else 1000)
-    trials = Trials("evidence", measure, chosen, device=chosen.device, steps=steps, shape=shape)
+    precision = chosen.precision or default_precision(chosen.device)
+    trials = Trials("evidence", measure, chosen, device=chosen.device, precision=precision, steps=steps, shape=shape)
     with ThreadPoolExecutor(chosen.jobs or JOBS) as pool:
         results = list(pool.map(lambda variant: trials.run(variant=variant), chosen.variants))
     show(results, trials)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -38,7 +39,7 @@ ROWS: dict[str, Workload] = {
 DEFAULT = ("7.6B, batch 4", "Llama 3.1 8B", "Llama 3.1 8B, compiled", "curve")
 PRECISIONS = ("bf16", "fp8")
 WARMUP = 6
-LAST = 0.2  # of a curve's steps, at its end, over which losses are averaged
+CURVE_PARTS = 5  # of a curve, over which losses are averaged
 CURVE = {"layers": 12, "heads": 12, "width": 768, "context": 256}
 TINY_CURVE = {"layers": 2, "heads": 2, "width": 32, "context": 16}
 
@@ -89,7 +90,7 @@ def measure_curve(variant: str, device: str, steps: int, tiny: bool) -> Result:
             sharded.zero_grad()
             losses.append(loss.detach())
     values = [loss.item() for loss in losses]
-    return {"losses": values, "loss": fmean(values[-max(1, int(LAST * steps)) :]), "steps": steps}
+    return {"losses": values, "loss": fmean(values[-max(1, steps // CURVE_PARTS) :]), "steps": steps}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -112,3 +113,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             table.append([row, variant, ms, ratio(base["ms"], ms), host, *figures, ratio(sent, 1e9), loss, note])
     heads = ("", "precision", "ms a step", "times as fast", "host ms", "allocated GB", "of bf16's", "reserved GB")
     trials.show("fp8", (*heads, "of bf16's", "sent GB", "loss", "note"), table)
+    if "curve" in chosen.rows:
+        show_curves(trials)
+
+
+def show_curves(trials: Trials) -> None:
+    """Print the mean loss of each part of a curve."""
+    found = {variant: trials.matching(row="curve", variant=variant)[0] for variant in PRECISIONS}
+    if any(failure(run) for run in found.values()):
+        return
+    steps = found["bf16"]["steps"]
+    ends = [round(steps * part / CURVE_PARTS) for part in range(CURVE_PARTS + 1)]
+    parts = [slice(*pair) for pair in pairwise(ends) if pair[0] < pair[1]]
+    rows = [[variant, *(fmean(run["losses"][part]) for part in parts)] for variant, run in found.items()]
+    trials.show("curve", ("mean loss of steps", *(f"{part.start + 1} to {part.stop}" for part in parts)), rows)
