@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,15 @@ def test_long_tensors_are_converted_in_chunks(dtype: str, monkeypatch: pytest.Mo
     wanted = restore(dtype, values, 2)
     monkeypatch.setattr("zeroshard.comm.quantization._CHUNK_NUMEL", 3 * BLOCK_NUMEL)
     assert torch.equal(restore(dtype, values, 2), wanted)
+
+
+def test_kernels_convert_what_they_can_index() -> None:
+    """They have 32 bits for the index of a byte in a part; longer parts are converted by torch's operations."""
+    quantizer, kernels = Quantizer("int8", torch.device("cpu")), object()
+    quantizer._kernels = kernels
+    for nbytes, chosen in ((2**31 - 1, kernels), (2**31, None)):
+        assert quantizer._kernels_for(SimpleNamespace(is_cuda=True, shape=(2, nbytes))) is chosen  # type: ignore[arg-type]
+    assert quantizer._kernels_for(torch.empty(2, 66)) is None
 
 
 def test_parameters_and_shards_begin_with_a_block() -> None:

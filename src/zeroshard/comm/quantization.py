@@ -66,8 +66,8 @@ class Quantizer:
 
     def quantize(self, payloads: torch.Tensor, values: torch.Tensor) -> None:
         """Write the payloads of consecutive parts of ``values``, one per row of ``payloads``."""
-        if self._kernels is not None and values.is_cuda:
-            self._kernels.quantize(payloads, values)
+        if kernels := self._kernels_for(payloads):
+            kernels.quantize(payloads, values)
             return
         for part, bytes_, scales in self._chunks(payloads, values):
             blocks = part.view(-1, BLOCK_NUMEL).float()
@@ -81,8 +81,8 @@ class Quantizer:
 
     def dequantize(self, values: torch.Tensor, payloads: torch.Tensor) -> None:
         """Restore consecutive parts of ``values``, one from each row of ``payloads``."""
-        if self._kernels is not None and values.is_cuda:
-            self._kernels.dequantize(values, payloads)
+        if kernels := self._kernels_for(payloads):
+            kernels.dequantize(values, payloads)
             return
         largest = torch.finfo(values.dtype).max
         for part, bytes_, scales in self._chunks(payloads, values):
@@ -91,8 +91,8 @@ class Quantizer:
 
     def sum(self, output: torch.Tensor, payloads: torch.Tensor, factor: float) -> None:
         """Write ``factor`` times the sum of all rows' values. Summed in fp32, in the order of the rows."""
-        if self._kernels is not None and output.is_cuda:
-            self._kernels.sum(output, payloads, factor)
+        if kernels := self._kernels_for(payloads):
+            kernels.sum(output, payloads, factor)
             return
         rows = [list(self._chunks(row.unsqueeze(0), output)) for row in payloads]
         for chunks in zip(*rows, strict=True):
@@ -100,6 +100,10 @@ class Quantizer:
             for _, bytes_, scales in chunks[1:]:
                 total += self._restore(bytes_, scales)
             chunks[0][0].copy_(total * factor)
+
+    def _kernels_for(self, payloads: torch.Tensor) -> Any:
+        """Return the kernels, or None where torch's operations have to do; kernels index a part with 32 bits."""
+        return self._kernels if payloads.is_cuda and payloads.shape[1] < 2**31 else None
 
     def _chunks(
         self, payloads: torch.Tensor, values: torch.Tensor
