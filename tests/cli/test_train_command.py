@@ -681,6 +681,14 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
     assert "did you mean 'train'?" in done.stderr
 
 
+def test_a_dry_run_refuses_a_mesh_that_the_run_would_refuse() -> None:
+    options = "--replicas 4 --partition hierarchical --device cpu --stage"
+    with pytest.raises(ValueError, match="over the inner axis of the mesh, which has one rank: use stage=2"):
+        dry_run(read_options([*options.split(), "3"]), ranks=4)
+    assert "stage 2 ←" in dry_run(read_options([*options.split(), "2"]), ranks=4)
+    assert "stage 3 ←" in dry_run(read_options([*options.split(), "3"]), ranks=8)
+
+
 def test_dry_run_prints_the_memory_of_the_papers_models() -> None:
     told = dry_run(read_options("--model paper-100b --precision bf16 --batch 800".split()), ranks=400)
     assert "101,509,193,728 parameters" in told

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 
 import zeroshard
+from zeroshard.config.config import Config, check_inner_axis
 from zeroshard.config.offload import TIERS
 from zeroshard.planner import PredictedMemory, WholeParamSpec, find_whole_params, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
@@ -188,7 +189,11 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         device = machine.kind
         precision = machine.default_precision if options.sharding.precision == "auto" else precision
     options, plan_reason = resolve_auto(options, language_model, precision, ranks)
-    batching, training = options.batching(ranks), options.training
+    batching, training, sharding = options.batching(ranks), options.training, options.sharding
+    if sharding.replicas > 1 and sharding.partition != "hybrid":
+        check_inner_axis(
+            Config(precision=precision, **sharding.shard_options), ranks // sharding.tensor // sharding.replicas
+        )
     parameters = list(language_model.module.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
