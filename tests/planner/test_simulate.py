@@ -19,6 +19,7 @@ from zeroshard.cli.simulate_output import simulation_table
 from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner import predict_traffic
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.plans import evaluate_strategy, plan
@@ -432,6 +433,22 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     assert told["scaling"][1]["stage"] == 3 and told["machine"]["name"] == "h100"
     for point in told["points"]:
         assert point["plan"]["choice"]["micro_batch"] == 4 and sum(point["shares"].values()) == pytest.approx(1)
+
+
+def test_with_fp8_the_output_layer_stays_in_bf16_as_in_training(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    given = "tiny --devices 2 --stage 3 --sequence 16 --micro-batch 1 --machine h100 --precision fp8".split()
+    assert main([*given, "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["points"]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=1024, context=16, layers=4, heads=4, width=128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_057_536
+    sent = [
+        predict_traffic(model, ranks=2, stage=3, precision="fp8", keep_bf16=kept).step["all-gather"]
+        for kept in ("head", ())
+    ]
+    assert sent[1] < 0.95 * sent[0]
+    assert found["plan"]["traffic"]["all-gather"] == pytest.approx(sent[0], rel=0.001)
 
 
 @pytest.mark.slow

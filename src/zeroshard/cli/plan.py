@@ -23,6 +23,7 @@ from zeroshard.cli.plan_options import (
     add_mesh_options,
     add_model_options,
     add_wire_options,
+    float8_options,
     open_machine_and_model,
     outer_optimizer,
     write_json,
@@ -219,8 +220,7 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
         constraints["outer_optimizer"] = partial(SGD, **outer)
     if options.precision != "auto":
         constraints["precision"] = options.precision
-    if options.precision == "fp8":
-        constraints["keep_bf16"] = _kept_in_bf16(options, opened.model)
+    constraints |= float8_options(options, opened.model)
     try:
         plans = plan(opened.model, opened.inputs, devices=options.devices, machine=machine, **constraints)
     except UntraceableError as error:
@@ -236,13 +236,6 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
     if not candidates:
         raise ValueError(f"no plan can use --offload {tier} here: use --stage 3, or leave it out")
     return replace(plans, candidates=candidates)
-
-
-def _kept_in_bf16(options: argparse.Namespace, model: nn.Module) -> tuple[str, ...]:
-    """Return the layers that `zeroshard train --precision fp8` keeps in bf16; none of a model that it cannot train."""
-    from zeroshard.train import find_output_layers
-
-    return () if ":" in options.model else find_output_layers(model)
 
 
 def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ from zeroshard.cli.common import STDOUT, make_echo, positive_int
 from zeroshard.planner import MACHINE_PRESETS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine
 
@@ -121,6 +123,15 @@ def open_machine_and_model(
     if options.inputs is not None:
         opened = opened._replace(inputs=open_model.open_inputs(options.inputs))
     return machine, opened
+
+
+def float8_options(options: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+    """Return which layers `zeroshard train --precision fp8` keeps in bf16; none of a model that it cannot train."""
+    if options.precision != "fp8" or ":" in options.model:
+        return {}
+    from zeroshard.train import find_output_layers
+
+    return {"keep_bf16": find_output_layers(model)}
 
 
 def write_json(record: dict[str, Any], target: str) -> None:

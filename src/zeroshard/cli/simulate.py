@@ -17,6 +17,7 @@ from zeroshard.cli.plan_options import (
     add_mesh_options,
     add_model_options,
     add_wire_options,
+    float8_options,
     open_machine_and_model,
     outer_optimizer,
     write_json,
@@ -200,11 +201,11 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
         _reject_for_largest(options)
         return _find_largest(options, opened, machine, echo)
     needs_mesh = options.partition is not None or max(options.local_steps or [1]) > 1
-    outer: dict[str, Any] = {}
+    more = float8_options(options, opened.model)
     if hyperparams := outer_optimizer(options):
         from torch.optim import SGD  # here: the command line starts without torch
 
-        outer["outer_optimizer"] = partial(SGD, **hyperparams)
+        more["outer_optimizer"] = partial(SGD, **hyperparams)
     simulation = simulate(
         opened.model,
         opened.inputs,
@@ -223,7 +224,7 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
         checkpoint=options.checkpoint,
         offload=OFFLOADS[options.offload],
         precision=options.precision,
-        **outer,
+        **more,
     )
     tokens = opened.tokens_per_sample(options.sequence)
     if options.network:
@@ -260,7 +261,8 @@ def _find_largest(
             "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
         )
     loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
-    base_model = TracedModel.from_family(family, loop=loop, precision=options.precision)
+    more = float8_options(options, opened.model)
+    base_model = TracedModel.from_family(family, loop=loop, precision=options.precision, **more)
     micro_batch = options.micro_batch or 1
     largest = {}
     for devices in options.devices:
