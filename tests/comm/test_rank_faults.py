@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,6 +196,48 @@ def test_a_rank_may_drop_its_model_before_the_others(is_garbage: bool) -> None:
     (fault,) = first.faults
     assert (fault.rank, fault.event_count) == (1, 7)
     assert not fault.is_blocking(7)
+
+
+class LostStore:
+    """A store that can be lost while the process that holds it still runs."""
+
+    def __init__(self) -> None:
+        self._store = torch.distributed.HashStore()
+        self.is_lost = self.is_missed = False
+
+    def clone(self) -> LostStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_lost:
+            self.is_missed = True
+            raise RuntimeError("the store is lost")
+        return getattr(self._store, name)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_rank_is_named_after_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections close before its process has ended, and a rank that ended by itself explains no failure."""
+    monkeypatch.setattr(heartbeat_monitor, "STORE_GRACE_SECONDS", SOON)
+    store: Any = LostStore()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        start_time = peers._process_start_time(process.pid)
+        store.set("who 0", json.dumps([peers._machine_id(), process.pid, start_time]))
+        first, second = (ConsistencyChecker(store, rank, [0, 1, 2], timeout=5.0) for rank in (1, 2))
+        second.announce_model_dropped((0, ""))
+        wait_until(lambda: [fault.rank for fault in first.faults] == [2])
+        store.is_lost = True
+        wait_until(lambda: store.is_missed)
+        process.kill()
+    wait_until(lambda: len(first.faults) == 2)
+    first.close()
+    assert re.match(r"rank 0 has died: its process \d+ was killed", first.faults[0].text)
 
 
 def watches() -> set[threading.Thread]:

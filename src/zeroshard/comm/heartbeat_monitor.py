@@ -107,6 +107,11 @@ class FaultList:
         # In one assignment: other threads read the list, and list.sort() would empty it meanwhile.
         self.known[:] = sorted([*self.known, fault], key=lambda known: known.kind == FAULT_EXITED)
 
+    @property
+    def has_failure(self) -> bool:
+        """Whether a rank has failed; one that ended by itself has not."""
+        return any(fault.kind != FAULT_EXITED for fault in self.known)
+
     def read_new(self) -> None:
         """Read the faults that were posted since the last call."""
         for index in range(self._read_count + 1, int(self._store.get("faults")) + 1):
@@ -280,7 +285,7 @@ class HeartbeatMonitor:
                 self.faults.add(FAULT_DIED, 0, why)
             self._abort_hung_collectives()
             return False
-        return not any(fault.kind != FAULT_EXITED for fault in self.faults.known)
+        return not self.faults.has_failure
 
     def _read_store(self) -> None:
         self.faults.read_new()
@@ -293,7 +298,7 @@ class HeartbeatMonitor:
         A process that was killed first frees what it has on a GPU, which can take a second.
         """
         deadline = time.monotonic() + STORE_GRACE_SECONDS
-        while not (self._is_closed or self._dropped_at or self.faults.known) and time.monotonic() < deadline:
+        while not (self._is_closed or self._dropped_at or self.faults.has_failure) and time.monotonic() < deadline:
             self._peers.wait(0.1)
             self._report_ended(is_store_reachable=False)
 
