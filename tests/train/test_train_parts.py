@@ -11,15 +11,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_processes
+from ranks import run_processes, run_threads
+from torch import nn
 
 from zeroshard.presets import PRESETS
+from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.flags import read_options
 from zeroshard.train.generation import generate_tokens
 from zeroshard.train.launch import describe_first_failure, launch
@@ -28,15 +32,23 @@ from zeroshard.train.options import (
     Batching,
     DataOptions,
     ModelOptions,
+    RunOptions,
     ShardOptions,
     StepOptions,
     TrainingError,
     TrainOptions,
 )
-from zeroshard.train.rank import ERROR_DIR_ENV, STOP_SIGNALS, first_slurm_host, launcher_environment, report_failure
+from zeroshard.train.rank import (
+    ERROR_DIR_ENV,
+    STOP_SIGNALS,
+    RankInfo,
+    first_slurm_host,
+    launcher_environment,
+    report_failure,
+)
 from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
 from zeroshard.train.run_record import paper_traffic
-from zeroshard.train.trainer import learning_rate
+from zeroshard.train.trainer import evaluate, learning_rate
 
 # ------------------------------------------------------------------------------------------------ batches and rates
 
@@ -265,6 +277,35 @@ def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
 @pytest.mark.slow
 def test_all_ranks_know_the_mean_loss_and_that_one_has_to_stop() -> None:
     assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (3, 1), (6, 1), (4, 2)])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_an_evaluation_has_the_same_sequences_on_any_number_of_ranks(ranks: int, tensor: int, micro: int) -> None:
+    """Ranks run equally many forwards, because in stage 3 each of them gathers the parameters."""
+    loader = TokenLoader(np.arange(11), sequence=2, batch=1, seed=0)  # 5 windows
+
+    def body(rank: int, sequences: int) -> list[Any]:
+        forwards = 0
+
+        def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            nonlocal forwards
+            forwards += 1
+            return tokens.float().square().mean()
+
+        setup: Any = SimpleNamespace(
+            rank_info=RankInfo(rank, ranks, torch.device("cpu"), "gloo", tp_size=tensor),
+            options=TrainOptions(run=RunOptions(eval_sequences=sequences)),
+            batching=Batching(batch=ranks * micro, micro=micro, accumulate=1),
+            model=nn.Identity(),
+            language_model=SimpleNamespace(loss=loss),
+        )
+        return [evaluate(setup, loader), forwards]
+
+    for sequences, windows in ((1, 1), (4, 4), (5, 5), (64, 5)):
+        first, *others = run_threads(ranks, body, sequences)
+        assert first[0] == pytest.approx(torch.arange(2.0 * windows).square().mean().item())
+        assert all(other == first for other in others)
 
 
 # ------------------------------------------------------------------------------------------------ samples and traffic

@@ -64,24 +64,24 @@ def learning_rate(step: int, options: StepOptions, rule: str = "adamw") -> float
 def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
     """Return the mean loss over the first windows of the validation text, without side effects on training.
 
-    All ranks call it together with the same number of windows each; if there are too few, some windows count twice.
-    Tensor-parallel ranks get the same windows.
+    They are the same for any number of ranks. All ranks call it together and run equally many forwards; one that has no
+    window left runs a forward that does not count. Tensor-parallel ranks get the same windows.
     """
-    rank_info = setup.rank_info
-    count = max(min(setup.options.run.eval_sequences, loader.num_windows) // rank_info.dp_size, 1)
-    positions = [(index * rank_info.dp_size + rank_info.dp_rank) % loader.num_windows for index in range(count)]
+    rank_info, micro = setup.rank_info, setup.batching.micro
+    count = min(setup.options.run.eval_sequences, loader.num_windows)
+    own = range(rank_info.dp_rank, count, rank_info.dp_size)
     total = torch.zeros((), device=rank_info.device)
     setup.model.eval()
     try:
-        for first in range(0, count, setup.batching.micro):
-            chunk = positions[first : first + setup.batching.micro]
-            pairs = [loader.sequential_batch(position, 1) for position in chunk]
+        for first in range(0, math.ceil(count / rank_info.dp_size), micro):
+            chunk = own[first : first + micro]
+            pairs = [loader.sequential_batch(position, 1) for position in chunk or (0,)]
             tokens, targets = (torch.cat(part).to(rank_info.device) for part in zip(*pairs, strict=True))
-            total += setup.language_model.loss(setup.model, tokens, targets) * len(tokens)
+            total += setup.language_model.loss(setup.model, tokens, targets) * len(chunk)
     finally:
         setup.model.train()
     dist.all_reduce(total)
-    return float(total) / (count * rank_info.world_size)
+    return float(total) / (count * rank_info.tp_size)
 
 
 class CheckpointSaver:
