@@ -189,7 +189,7 @@ def test_the_flags_are_read_and_checked(capsys: pytest.CaptureFixture[str]) -> N
     training = read_options(["--optimizer", "muon", "--muon-lr", "0.02"]).training
     assert (training.optimizer, training.muon_lr) == ("muon", 0.02)
     with pytest.raises(ValueError, match="muon_lr can only be used with optimizer muon"):
-        StepOptions(muon_lr=0.1)
+        StepOptions(muon_lr=0.1).check()
     with pytest.raises(ValueError, match="muon_lr must be positive"):
         StepOptions(optimizer="muon", muon_lr=0.0)
     with pytest.raises(SystemExit):

@@ -116,6 +116,35 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
     assert options.data.data == ("a b", "c") and options.model.recompute
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["file", "resumed run"])
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({"optimizer": "muon"}, ["--muon-lr", "0.02"]),
+        ({"muon_lr": 0.02}, ["--optimizer", "muon"]),
+        ({"lr": 0.1}, ["--min-lr", "0.05"]),
+        ({"local_steps": 4, "replicas": 2}, ["--outer-lr", "0.7"]),
+        ({"offload": "disk"}, ["--offload-directory", "disk"]),
+        ({"stage": 1, "gather_dtype": "int8"}, ["--stage", "3"]),
+        ({"profile_steps": [5, 6]}, ["--profile"]),
+    ],
+)
+def test_options_that_belong_together_may_come_from_two_sources(
+    source: str, given: dict[str, Any], flags: list[str], tmp_path: Path
+) -> None:
+    if source == "file":
+        (tmp_path / "options.json").write_text(json.dumps(given))
+        sources = ["--config", str(tmp_path / "options.json")]
+    else:
+        RunDirectory(tmp_path).write_config(given)
+        sources = ["--out", str(tmp_path), "--resume"]
+    read_options([*sources, *flags])
+    with pytest.raises(SystemExit):  # one of the two does not fit alone
+        for alone in (flags, sources):
+            read_options(alone)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -128,7 +157,7 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
 )
 def test_local_steps_without_replicas_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardOptions(**options)
+        ShardOptions(**options).check()
 
 
 def test_the_outer_optimizer_is_sgd_with_nesterov_momentum() -> None:

@@ -37,6 +37,10 @@ def read_options(argv: Sequence[str]) -> TrainOptions:
         saved = _saved_options(options)
         if saved is not None:
             options = _merge_layers([(_to_flags(saved), "the run's config.json"), *layers])
+    try:
+        options.check()
+    except ValueError as error:
+        raise SystemExit(f"zeroshard train: {error}") from error
     planning_flags = [f"--{name}" for name in ("memory", "machine") if getattr(options.sharding, name) is not None]
     planning_flags += ["--allow-lossy"] if options.sharding.allow_lossy else []
     if planning_flags and not options.sharding.auto:

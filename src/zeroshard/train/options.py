@@ -3,6 +3,11 @@
 The command line and the configuration file are made from these classes: a field is a flag (`--micro-batch 4`) and a key
 of the file (`micro_batch = 4`). Each group of fields is a class, shown as one box by `--help`. The docstrings of fields
 are the help texts: one line each, because tyro keeps line breaks.
+
+[Note: values and combinations]
+Options that belong together may come from different sources: a file, an earlier run, the command line. Each source is
+parsed on its own. So ``__post_init__`` checks single values, and ``check`` whether they fit together; it is called once
+all sources are read.
 """
 
 from __future__ import annotations
@@ -146,13 +151,16 @@ class StepOptions:
         _check_at_least(0, self, "warmup", "weight_decay", "clip", "min_lr", "seed")
         _check_positive(self, "lr")
         if self.muon_lr is not None:
-            if self.optimizer != "muon":
-                raise ValueError("muon_lr can only be used with optimizer muon")
             _check_positive(self, "muon_lr")
-        if self.min_lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1 (got {self.betas})")
+
+    def check(self) -> None:
+        """Raise if options do not fit together."""
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ValueError("muon_lr can only be used with optimizer muon")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +221,12 @@ class ShardOptions:
         _check_at_least(1, self, "ranks", "tensor", "replicas", "local_steps")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
+        if self.outer_lr is not None:
+            _check_positive(self, "outer_lr")
+        _check_at_least(0, self, "outer_momentum")
+
+    def check(self) -> None:
+        """Raise if options do not fit together."""
         Offload.from_option(self.offload_config)
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters requires stage 3 (got stage {self.stage})")
@@ -228,9 +242,6 @@ class ShardOptions:
             raise ValueError("outer_momentum can only be used with outer_lr")
         if self.outer_lr is not None and self.local_steps == 1:
             raise ValueError("outer_lr can only be used with local_steps above 1")
-        if self.outer_lr is not None:
-            _check_positive(self, "outer_lr")
-        _check_at_least(0, self, "outer_momentum")
 
     @property
     def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
@@ -314,10 +325,13 @@ class RunOptions:
                 f"profile_steps must be the first step, at least {WARM_UP_STEPS + 1} because earlier ones warm up, and "
                 f"the last, at most {MAX_PROFILE_STEPS - 1} later (got {first} and {last})"
             )
-        if self.profile_steps != DEFAULT_PROFILE_STEPS and not self.profile:
-            raise ValueError("profile_steps can only be used with profile")
         if self.prompt == "":
             raise ValueError("prompt is empty: pass some text, or omit the option")
+
+    def check(self) -> None:
+        """Raise if options do not fit together."""
+        if self.profile_steps != DEFAULT_PROFILE_STEPS and not self.profile:
+            raise ValueError("profile_steps can only be used with profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +347,12 @@ class TrainOptions:
     training: StepOptions = field(default_factory=StepOptions)
     sharding: ShardOptions = field(default_factory=ShardOptions)
     run: RunOptions = field(default_factory=RunOptions)
+
+    def check(self) -> None:
+        """Raise if options do not fit together: see [Note: values and combinations]."""
+        self.training.check()
+        self.sharding.check()
+        self.run.check()
 
     def batching(self, ranks: int) -> Batching:
         """Return how the batch is split over ranks and backwards; raise if it cannot be."""
