@@ -145,6 +145,14 @@ def test_options_that_belong_together_may_come_from_two_sources(
             read_options(alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--lora-rank 4", "--lora-alpha 32", "--lora-targets q_proj v_proj"])
+def test_options_of_adapters_are_not_ignored(flags: str) -> None:
+    with pytest.raises(SystemExit, match=r"lora_\w+ can only be used with lora: without it, the whole"):
+        read_options(["--model", "llama", *flags.split()])
+    assert read_options(["--model", "llama", "--lora", *flags.split()]).model.lora
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -75,6 +75,12 @@ class ModelOptions:
         _check_at_least(1, self, "layers", "heads", "width", "sequence", "lora_rank")
         _check_positive(self, "lora_alpha")
 
+    def check(self) -> None:
+        """Raise if options do not fit together."""
+        for name in ("lora_rank", "lora_alpha", "lora_targets"):
+            if not self.lora and getattr(self, name) != getattr(ModelOptions, name):
+                raise ValueError(f"{name} can only be used with lora: without it, the whole model is trained")
+
     @property
     def has_activation_checkpointing(self) -> bool:
         """Whether activations are recomputed in backward.
@@ -350,6 +356,7 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise if options do not fit together: see [Note: values and combinations]."""
+        self.model.check()
         self.training.check()
         self.sharding.check()
         self.run.check()
