@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -407,6 +409,29 @@ def test_fabric_precisions_have_the_numbers_of_ddp(tmp_path: Path) -> None:
     for found, expected in ((bf16, plain), (true, plain_true), (fp16, plain)):  # other roundings
         assert_close(found["loss"], expected["loss"], 0.05)
         assert_close(found["norm"], expected["norm"], 0.05)
+
+
+def set_up_twice(rank: int) -> list[bool]:
+    """Train a model in fp16, drop it, train another; return whether each is gone."""
+    be_rank(rank)
+    precision = FabricMixedPrecision("16-mixed", "cpu")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zeroshard_stage_3", plugins=[precision])
+    fabric.launch()
+    dropped = []
+    for _ in range(2):
+        plain = nn.Linear(4, 1)
+        dropped.append(weakref.ref(plain))
+        model, sgd = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        sgd.step()
+        del plain, model, sgd
+        gc.collect()
+    return [model() is None for model in dropped]
+
+
+@pytest.mark.slow
+def test_fabric_forgets_a_model_that_was_dropped() -> None:
+    assert run_processes(2, set_up_twice) == [[True, True]] * 2
 
 
 # ------------------------------------------------------------------------------------------------- errors and names

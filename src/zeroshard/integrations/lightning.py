@@ -18,6 +18,7 @@ plain; the next ``fit()`` does so by itself, because it makes a new optimizer.
 from __future__ import annotations
 
 import os
+import weakref
 import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -471,11 +472,19 @@ class _FabricMixedPrecision(fabric_precision.MixedPrecision):
     def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str) -> None:
         super().__init__(precision, device)
         self.scaler = None  # the sharded optimizer has the loss scale
-        self.optimizers: list[tuple[nn.Module, Any]] = []  # one of every model that was set up, with its model
+        # one of every model that was set up, with its model; weak: the user may drop them and set up others
+        self._optimizers: list[tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = []
+
+    def add_optimizer(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Scale losses of the module by the optimizer's loss scale."""
+        self._optimizers.append((weakref.ref(module), weakref.ref(optimizer)))
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward of the loss, multiplied by the loss scale."""
-        scaled = [(own, optimizer) for own, optimizer in self.optimizers if optimizer.loss_scale is not None]
+        alive = [(own(), optimizer()) for own, optimizer in self._optimizers]
+        scaled = [
+            (own, optimizer) for own, optimizer in alive if optimizer is not None and optimizer.loss_scale is not None
+        ]
         if model is not None:
             scaled = [(own, optimizer) for own, optimizer in scaled if own is _unwrap_module(model)]
         if len(scaled) > 1:
@@ -581,7 +590,7 @@ class ZeroFabricStrategy(_MappedCheckpoints, FabricDDPStrategy):
         """Shard a module and its optimizers."""
         sharded = _shard(module, optimizers, self.root_device, self.options, self.precision.precision)
         if isinstance(self.precision, _FabricMixedPrecision):
-            self.precision.optimizers.append((module, sharded[0]))  # all have the model's loss scale
+            self.precision.add_optimizer(module, sharded[0])  # all have the model's loss scale
         return _ForwardModule(module), sharded, scheduler
 
     # -- steps and checkpoints ------------------------------------------------------------------------------------
