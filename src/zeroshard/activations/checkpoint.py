@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.activations.block_inputs import BlockCall, RecomputeContext
+from zeroshard.activations.module_state import with_module_state
 from zeroshard.activations.recompute import BlockRecomputation, flatten_arguments, is_kv_cache, thread_state
 from zeroshard.comm import MeshAxis
 from zeroshard.engine import param_versions
@@ -42,6 +43,7 @@ from zeroshard.utils.profiling import label
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 RecomputePolicy = Callable[..., Any] | list[Any]
+BlockContents = tuple[list[nn.Parameter], list[nn.Module]]
 
 _selective_contexts: Callable[..., Any] = create_selective_checkpoint_contexts
 
@@ -127,7 +129,7 @@ class CheckpointedForward:
         self.policy = policy
         self._original_forward = forward  # an override on the instance, not the class's forward
         self._verified_axis: MeshAxis | None = None  # axis over which the inputs were verified as replicated
-        self._cached_parameters: list[nn.Parameter] = []  # the block's parameters, while the model is sharded
+        self._cached_contents: BlockContents = ([], [])  # while the model is sharded
         self._tracker_ref: weakref.ref[MemoryTracker] | None = None  # tracker of that sharded model
 
     def __reduce__(self) -> Any:
@@ -180,12 +182,13 @@ class CheckpointedForward:
     ) -> Any:
         tensors, run = flatten_arguments(forward, args, kwargs)
         if thread_state.is_in_block:
-            return checkpoint(run, *tensors, **options)
+            return checkpoint(with_module_state(run, list(self._block.modules())), *tensors, **options)
         call = BlockCall(self._name, self.context, self._block)
+        parameters, submodules = self._parameters_and_submodules()
+        run = with_module_state(run, [self._block, *submodules])
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
             self._verified_axis = call.axis
         input_versions = call.input_versions(tensors)
-        parameters = self._block_parameters()
         forward_versions: list[int] = []  # parameter versions after forward, which may itself compute gradients
 
         def load_inputs() -> list[torch.Tensor]:
@@ -210,14 +213,16 @@ class CheckpointedForward:
         call.check_inputs_unchanged(input_versions)
         return output
 
-    def _block_parameters(self) -> list[nn.Parameter]:
-        """Return the block's parameters. A sharded model's parameters do not change, so they are cached."""
+    def _parameters_and_submodules(self) -> BlockContents:
+        """Return the block's parameters and submodules. Those of a sharded model do not change, so they are cached."""
         tracker = self.context.tracker
         if tracker is None:
-            return [parameter for parameter in self._block.parameters() if not parameter.is_inference()]
+            parameters = [parameter for parameter in self._block.parameters() if not parameter.is_inference()]
+            return parameters, list(self._block.modules())[1:]
         if self._tracker_ref is None or self._tracker_ref() is not tracker:
-            self._cached_parameters, self._tracker_ref = list(self._block.parameters()), weakref.ref(tracker)
-        return self._cached_parameters
+            self._cached_contents = list(self._block.parameters()), list(self._block.modules())[1:]
+            self._tracker_ref = weakref.ref(tracker)
+        return self._cached_contents
 
     def _raise_params_modified(self, versions: list[int]) -> None:
         named_versions = zip(self._block.named_parameters(), versions, strict=False)
