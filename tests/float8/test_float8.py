@@ -278,19 +278,26 @@ def test_meshes_of_two_data_axes(partition: str) -> None:
         assert_close(parameters, expected, relative=0.01)
 
 
-def recompute(rank: int, stage: int, recomputed: bool) -> dict[str, torch.Tensor]:
+def recompute(rank: int, stage: int, when: str, blocks: Any) -> dict[str, torch.Tensor]:
     model = make_net()
+    if when == "before shard()":
+        zeroshard.checkpoint_activations(model, blocks)
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, **FP8)
-    if recomputed:
-        zeroshard.checkpoint_activations(sharded, [Block])
+    if when == "after shard()":
+        zeroshard.checkpoint_activations(sharded, blocks)
     train_steps(sharded, optimizer, [split(batch, rank, 2) for batch in batches(3)], token_loss)
     return full_parameters(sharded)
 
 
+@pytest.mark.parametrize("blocks", [[Block], ["blocks.*.up"]], ids=["blocks", "layers"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_recomputation_changes_no_number(stage: int) -> None:
-    plain, recomputed = (run_threads(2, partial(recompute, stage=stage, recomputed=each))[0] for each in (False, True))
-    assert_equal(recomputed, plain)
+def test_recomputation_changes_no_number(stage: int, blocks: Any) -> None:
+    plain, *recomputed = (
+        run_threads(2, partial(recompute, stage=stage, when=when, blocks=blocks))[0]
+        for when in ("never", "before shard()", "after shard()")
+    )
+    for parameters in recomputed:
+        assert_equal(parameters, plain)
 
 
 def resume(rank: int, path: Path) -> list[dict[str, torch.Tensor]]:

@@ -150,6 +150,11 @@ class CheckpointedForward:
             return self._original_forward
         return partial(type(self._block).forward, self._block)
 
+    @property
+    def calls_class_forward(self) -> bool:
+        """Whether the block's own forward is that of its class, not one that was set on the instance."""
+        return self._original_forward is None
+
     def restore(self) -> None:
         if self._original_forward is None:
             del self._block.__dict__["forward"]

@@ -135,7 +135,9 @@ def _reason_against(module: nn.Module, dtypes: set[torch.dtype]) -> str:
     kind = type(module).__name__
     if not isinstance(module, nn.Linear):
         return f"{kind} is not an nn.Linear"
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+    override = vars(module).get("forward")  # that of a checkpointed layer calls the class's
+    has_own_forward = override is not None and not getattr(override, "calls_class_forward", False)
+    if type(module).forward is not nn.Linear.forward or has_own_forward:
         return f"{kind} has its own forward"
     if dtypes != {torch.bfloat16}:
         return f"computes in {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
