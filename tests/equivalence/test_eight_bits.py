@@ -537,9 +537,11 @@ def test_the_report_lists_the_parameters_that_are_not_sent_in_8_bits() -> None:
     stays = dict.fromkeys(("1.weight", "1.bias"), "stays in fp32 under bf16")
     assert {option: params.excluded for option, params in found.items()} == dict.fromkeys(both, stays)
 
-    found, _ = run_threads(2, eight_bits_of, model, {"stage": 3, "precision": "fp8", **both})[0]
-    weights = dict.fromkeys(("0.weight", "2.weight", "3.weight"), "gathered in float8 by its layer")
-    assert found["gather_dtype"].excluded == weights and found["reduce_wire"].excluded == {}
+    for offload in (None, "host"):
+        options = {"stage": 3, "precision": "fp8", "offload": offload, **both}
+        found, _ = run_threads(2, eight_bits_of, model, options)[0]
+        weights = dict.fromkeys(("0.weight", "2.weight", "3.weight"), "the weight of a float8 layer")
+        assert found["gather_dtype"].excluded == weights and found["reduce_wire"].excluded == {}
 
     found, _ = run_threads(1, eight_bits_of, model, {"stage": 3, **both})[0]
     assert set(found["gather_dtype"].excluded.values()) == {"on one rank"} and not found["gather_dtype"].names

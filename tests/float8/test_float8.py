@@ -268,6 +268,14 @@ def test_options_that_change_no_number(options: dict[str, Any]) -> None:
     assert_equal(found, plain)
 
 
+@pytest.mark.parametrize("gather_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("offload", ["host", {"parameters": "host"}], ids=str)
+def test_offload_changes_no_number_if_parameters_are_gathered_in_8_bits(offload: Any, gather_dtype: str) -> None:
+    options: dict[str, Any] = {**FP8, "stages": (3,), "gather_dtype": gather_dtype}
+    plain = run_stages(2, make_net(), adamw, batches(3), **options)[3]
+    assert_equal(run_stages(2, make_net(), adamw, batches(3), **options, offload=offload)[3], plain)
+
+
 @pytest.mark.parametrize("partition", ["hybrid", "full", "hierarchical", "hierarchical-gradients", "inner-gradients"])
 def test_meshes_of_two_data_axes(partition: str) -> None:
     options: dict[str, Any] = {**FP8, "reduce_dtype": "fp32"}

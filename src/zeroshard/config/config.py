@@ -79,7 +79,7 @@ class Config:
     largest if that is more), before they are rounded to the compute dtype. If one of 64 is infinite or NaN, all are
     NaN. Shards, master weights and checkpoints stay exact; a forward inside ``gathered()`` computes with exact values.
     Parameters that stay in fp32 under "bf16" and "fp16", or are in float64, are gathered in their own dtype; weights of
-    float8 layers (``precision="fp8"``) in float8, as without it."""
+    float8 layers (``precision="fp8"``) as without it: in float8, or in bf16 if that cannot be."""
 
     reduce_wire: str | None = None
     """Stages 1 to 3: the dtype in which gradients are sent to be reduced. None: ``reduce_dtype``. "int8", "fp8": 8 bits

@@ -272,9 +272,12 @@ def plan_shards(
     >>> flat.names, flat.master_dtype, flat.is_cast_from_master
     (('weight', 'bias'), torch.float32, True)
     """
-    if not placement.parameters or placement.keeps_inner_shards or config.offload is not None:
+    can_gather_float8 = placement.parameters and not placement.keeps_inner_shards and config.offload is None
+    if not can_gather_float8 and config.gather_dtype is None:
         params = {name: replace(spec, is_float8_weight=False) for name, spec in params.items()}
     flats = [flat for unit in units for flat in _group_flats(unit, params, config, precision, shard_count)]
+    is_of_float8_layers = [flat.is_gathered_in_float8 for flat in flats]  # float8 is their only rounding to 8 bits
+    flats = [replace(flat, is_gathered_in_float8=flat.is_gathered_in_float8 and can_gather_float8) for flat in flats]
     counts = [len(set(_flat_keys(unit, params))) for unit in units]
     plan = ShardPlan(units, [])
     if config.offload is None:
@@ -294,8 +297,8 @@ def plan_shards(
     alloc_bytes = round_to_shared_sizes([flat.full_bytes for flat in flats])
     can_cast = config.needs_cast_on_gather and placement.parameters
     placed = []
-    for flat, tier, nbytes in zip(flats, tiers, alloc_bytes, strict=True):
-        can_gather_in_8_bits = placement.parameters and not flat.is_gathered_in_float8 and _can_quantize(flat, config)
+    for flat, is_float8, tier, nbytes in zip(flats, is_of_float8_layers, tiers, alloc_bytes, strict=True):
+        can_gather_in_8_bits = placement.parameters and not is_float8 and _can_quantize(flat, config)
         gather_dtype = config.gather_dtype if can_gather_in_8_bits else None
         keeps_elements = placement.keeps_inner_shards and gather_dtype is None  # of its own shard too
         placed.append(
@@ -369,7 +372,7 @@ def find_eight_bit_params(flats: Iterable[FlatSpec], config: Config) -> dict[str
             if getattr(flat, option) is not None:
                 names += flat.names
                 continue
-            reason = _reason_against_8_bits(flat, config) or "gathered in float8 by its layer"
+            reason = _reason_against_8_bits(flat, config) or "the weight of a float8 layer"
             excluded |= dict.fromkeys(flat.names, reason)
         found[option] = EightBitParams(dtype, tuple(names), excluded)
     return found
