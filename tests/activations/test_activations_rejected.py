@@ -247,3 +247,28 @@ def test_a_backward_after_parameters_changed_is_refused(stage: int | None, polic
     optimizer.zero_grad()
     model(x).float().sum().backward(retain_graph=True)
     optimizer.step()
+
+
+class TiedHead(nn.Module):
+    """A block that gets the weight of another module as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.head = nn.Linear(8, 8), nn.Bilinear(1, 1, 1).requires_grad_(False)
+        self.head.forward = lambda x, weight: torch.tanh(nn.functional.linear(x, weight))  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x, self.inputs.weight) + self.inputs(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_a_backward_after_a_parameter_given_to_the_block_changed_is_refused(stage: int | None) -> None:
+    model: nn.Module = zeroshard.checkpoint_activations(TiedHead(), ["head"])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is not None:
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+    model(torch.ones(2, 8)).sum().backward()
+    loss = model(torch.ones(2, 8)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="a parameter that the block was given was modified between"):
+        loss.backward()

@@ -191,6 +191,8 @@ class CheckpointedForward:
         call = BlockCall(self._name, self.context, self._block)
         parameters, submodules = self._parameters_and_submodules()
         run = with_module_state(run, [self._block, *submodules])
+        given_params = [p for p in tensors if isinstance(p, nn.Parameter) and not p.is_inference()]
+        parameters = [*parameters, *given_params] if given_params else parameters
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
             self._verified_axis = call.axis
         input_versions = call.input_versions(tensors)
@@ -234,8 +236,9 @@ class CheckpointedForward:
         name = next(
             (name for (name, parameter), version in named_versions if param_versions([parameter]) != [version]), ""
         )
+        changed = repr(f"{self._name}.{name}".strip(".")) if name else "a parameter that the block was given"
         raise RuntimeError(
-            f"{f'{self._name}.{name}'.strip('.')!r} was modified between the forward and the backward of the "
+            f"{changed} was modified between the forward and the backward of the "
             f"checkpointed block {self._name!r}, which would be recomputed with the new values: call backward() before "
             "step(), a load or an edit of parameters, or run forward again"
         )
