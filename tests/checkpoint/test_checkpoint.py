@@ -211,6 +211,72 @@ def test_states_take_the_dtype_of_their_parameters_as_torch_does(tmp_path: Path)
     assert run_threads(2, half, tmp_path / "a", torch.bfloat16, True) == [{torch.bfloat16}] * 2
 
 
+class Scaled(nn.Linear):
+    """A layer times a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def step_scaled(model: Any, optimizer: Any, rank: int, world: int) -> None:
+    for step in range(3):
+        inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(step))
+        model(split(inputs, rank, world)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_scaled(
+    rank: int, world: int, stage: int | None, kind: Any, source: Path | None, target: Path | None
+) -> Everything:
+    with seeded(0):
+        model: Any = Scaled()
+    optimizer = kind(model.parameters(), lr=0.01)
+    if stage is not PLAIN:
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+    if source is not None:
+        zeroshard.load(source, model, optimizer)
+    step_scaled(model, optimizer, rank, world)
+    if target is not None:
+        zeroshard.save(target, model, optimizer)
+    return parameters(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_that_are_states_of_a_0_dim_parameter_load_everywhere(kind: Any, tmp_path: Path) -> None:
+    places: list[tuple[int, int | None]] = [(1, PLAIN), (2, 0), (2, 3)]
+    for world, stage in places:
+        run_threads(world, train_scaled, world, stage, kind, None, tmp_path / f"{stage}")
+    plain = run_threads(1, train_scaled, 1, PLAIN, kind, tmp_path / "None", None)[0]
+    for (world, stage), (_, saved) in itertools.product(places, places):
+        for ours in run_threads(world, train_scaled, world, stage, kind, tmp_path / f"{saved}", None):
+            assert_same(ours, plain, 1e-6)
+
+
+def continue_scaled(rank: int, world: int, kind: Any, states: tuple[Any, Any]) -> Everything:
+    model: Any = Scaled()
+    model, optimizer = zeroshard.shard(model, kind(model.parameters(), lr=0.01), stage=3)
+    zeroshard.load(states[0], model)
+    optimizer.load_state_dict(states[1])
+    step_scaled(model, optimizer, rank, world)
+    return parameters(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_a_state_dict_with_numbers_of_a_0_dim_parameter_is_loaded(kind: Any) -> None:
+    plain = Scaled()
+    optimizer = kind(plain.parameters(), lr=0.01)
+    step_scaled(plain, optimizer, 0, 1)
+    states = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
+    step_scaled(plain, optimizer, 0, 1)
+    for ours in run_threads(2, continue_scaled, 2, kind, states):
+        assert_same(ours, parameters(plain), 1e-6)
+
+
 class Forms(nn.Module):
     """A tied weight, a frozen one, a channels-last convolution, buffers, batch norm, an unused parameter."""
 

@@ -63,8 +63,12 @@ class LoadMapping:
         for optimizer in self.optimizers:
             if self.loss_scale is not None and isinstance(optimizer, ShardedOptimizer):
                 optimizer.load_loss_scale(self.loss_scale)
-        states = self.train_state.optimizer_states()
-        return [LoadTarget(f"optimizer/{name}", local) for name, local in states.items()]
+        targets = []
+        for fqn, local in self.train_state.optimizer_states().items():
+            name, _, key = fqn.rpartition("/")
+            if isinstance(self.optimizer_states[name][key], torch.dtype):  # else it is a number, which has its value
+                targets.append(LoadTarget(f"optimizer/{fqn}", local))
+        return targets
 
     def _allocate_outer_targets(self) -> list[LoadTarget]:
         """Allocate the states of the outer optimizer, and return their targets."""
@@ -314,7 +318,8 @@ def _map_param_states(
         for parameter in group.names:
             if param_states[parameter]:
                 where = f"{source.path}: {parameter}"
-                probe.check_state(where, group.options, shapes[parameter], param_states[parameter])
+                numbers = probe.check_state(where, group.options, shapes[parameter], param_states[parameter])
+                param_states[parameter] |= {key: source.read(f"optimizer/{parameter}/{key}") for key in numbers}
     for optimizer in mapping.optimizers:
         if isinstance(optimizer, ShardedOptimizer):
             names = {name for group in optimizer.group_param_names for name in group}
@@ -361,7 +366,8 @@ def _check_options(where: str, saved: Mapping[str, Any], current: Mapping[str, A
 def _check_scalars(where: str, scalars: Mapping[str, Any], states: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     """Raise if a scalar state has the name or shape of an elementwise state, or ``step`` is not a valid number."""
     for key, value in scalars.items():
-        if key in states or is_elementwise(key, value, torch.Size(shape)):
+        # of a 0-dim parameter, a number may also be a scalar state: see _OptimizerProbe
+        if key in states or (shape and is_elementwise(key, value, torch.Size(shape))):
             raise CheckpointError(f"{where} has {key} both as a scalar and as an elementwise state. {_REMEDY}")
         if key == "step" and not (_describe_type(value) == _NUMBER and 0 <= float(value) < math.inf):
             raise CheckpointError(
@@ -370,7 +376,11 @@ def _check_scalars(where: str, scalars: Mapping[str, Any], states: Mapping[str, 
 
 
 class _OptimizerProbe:
-    """Finds the states of an optimizer by running one step on a small copy."""
+    """Finds the states of an optimizer by running one step on a small copy.
+
+    All states of a 0-dim parameter have its shape, so a plain run saves its numbers as elementwise states. A sharded
+    run does not: it updates a slice. So the copy has one element, and both forms of a number load.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -379,13 +389,20 @@ class _OptimizerProbe:
 
     def check_state(
         self, where: str, options: Mapping[str, Any], shape: tuple[int, ...], state: Mapping[str, Any]
-    ) -> None:
-        """Raise if a state the optimizer needs is missing or unfit. ``state`` maps elementwise states to dtypes."""
-        small_shape = torch.Size([min(size, 2) for size in shape])
+    ) -> list[str]:
+        """Raise if a state the optimizer needs is missing or unfit. ``state`` maps elementwise states to dtypes.
+
+        Return the elementwise states that are numbers.
+        """
+        small_shape = torch.Size([min(size, 2) for size in shape] or [1])
         cache_key = repr(sorted(options.items(), key=lambda item: item[0])), small_shape
         if cache_key not in self._probed_states:
             self._probed_states[cache_key] = self._probe(where, options, small_shape)
+        numbers = []
         for key, value in self._probed_states[cache_key].items():
+            if not shape and is_elementwise(key, value, torch.Size()) and isinstance(state.get(key), torch.dtype):
+                numbers.append(key)
+                continue
             # other optimizers may create states later, or in another form
             if not self._is_torch_optimizer and key != "step":
                 continue
@@ -401,6 +418,7 @@ class _OptimizerProbe:
                 raise CheckpointError(
                     f"{where} has the optimizer state {key} as {truncated_repr(saved)}, expected {expected}. {_REMEDY}"
                 )
+        return numbers
 
     def _probe(self, where: str, options: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
         """Return the state after one step with these options; empty if the optimizer cannot be probed."""

@@ -219,6 +219,11 @@ class LoadSource:
         with CheckpointReader(self.path, self.index) as reader:
             return decode(value, lambda name: reader.read_tensor(f"other/{name}"))
 
+    def read(self, fqn: str) -> torch.Tensor:
+        """Read a small tensor of a checkpoint."""
+        with CheckpointReader(self.path, self.index) as reader:
+            return reader.read_tensor(fqn)
+
     def load(self, targets: Iterable[LoadTarget]) -> None:
         """Read the values of the targets. Each rank accesses only its local elements."""
         if self.weights is None:

@@ -280,6 +280,22 @@ def state_dtypes(
     return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
+def number_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """Return the states that are one number for all elements of a parameter, by key, as far as known.
+
+    >>> nadam = torch.optim.NAdam([nn.Parameter(torch.ones(1))])
+    >>> sorted(number_states(nadam, nadam.param_groups[0]))
+    ['mu_product', 'step']
+    """
+    shape = torch.Size([1])
+    try:
+        with torch.no_grad(), SideEffectGuard():  # type: ignore[no-untyped-call]
+            state = state_after_first_step(optimizer, group, shape)
+    except Exception:  # as in state_dtypes()
+        return set()
+    return {key for key, value in state.items() if not is_elementwise(key, value, shape)}
+
+
 def read_state_dict(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], shapes: list[list[torch.Size]], dtype: torch.dtype
 ) -> dict[Any, dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.cpu.updates import CpuUpdates
-from zeroshard.optim.optimizer_copy import state_dtypes
+from zeroshard.optim.optimizer_copy import number_states, state_dtypes
 from zeroshard.optim.param_groups import FrozenParamStates, ParamGroups
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise, is_scalar_state
 from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, WHOLE_PARAM_OPTIMIZERS
@@ -196,7 +196,7 @@ class OptimizerStates:
 
     def check_full(self, states: dict[str, dict[str, Any]]) -> None:
         """Raise if full states, by parameter name, cannot be sharded."""
-        self.check_shardable(describe_full_states(states, self.full_shapes()))
+        self.check_shardable(_describe_full(self._groups, states, self.full_shapes()))
 
     def check_shardable(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise if states, by their descriptions, cannot be sharded. Owners keep any state of whole parameters."""
@@ -210,7 +210,7 @@ class OptimizerStates:
         self._groups.frozen_states.clear()
         if not states:
             return
-        self.allocate(describe_full_states(states, self.full_shapes()))
+        self.allocate(_describe_full(self._groups, states, self.full_shapes()))
         places = {name: (f, i) for unit in self._engine.units for f in unit.flats for i, name in enumerate(f.names)}
         whole_names = {param.name for param in self._groups.whole.params}  # without frozen ones
         for param in self._groups.whole.owned():
@@ -375,6 +375,18 @@ def describe_full_states(
 ) -> dict[str, dict[str, Any]]:
     """Describe full states by parameter: elementwise states by their dtype, others by their value."""
     return {name: _describe(state, shapes[name]) for name, state in states.items()}
+
+
+def _describe_full(
+    groups: ParamGroups, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
+) -> dict[str, dict[str, Any]]:
+    """Describe full states. All those of a 0-dim parameter have its shape, and some are numbers on a slice."""
+    described = describe_full_states(states, shapes)
+    for name in (name for name in states if not shapes[name] and name not in groups.whole.names):
+        number = next(number for number, names in enumerate(groups.names) if name in names)
+        numbers = number_states(groups.inner, groups.inner.param_groups[number])
+        described[name] |= {key: value for key, value in states[name].items() if key in numbers}
+    return described
 
 
 def _describe(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
