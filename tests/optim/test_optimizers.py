@@ -686,6 +686,41 @@ def test_states_that_are_tensor_subclasses_are_saved_by_their_owners(tmp_path: P
         assert sum(nbytes for _, _, nbytes in results) == 3 * 4 * sum(p.numel() for p in plain.parameters())
 
 
+def read_and_load_with_hooks(rank: int) -> tuple[list[str], float]:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    calls: list[str] = []
+    inner.register_state_dict_post_hook(lambda _, states: calls.append("read before shard()"))
+    model, optimizer = zeroshard.shard(model, inner, stage=2)
+
+    def halve(_: Any, states: dict[str, Any]) -> dict[str, Any]:
+        return {**states, "param_groups": [{**group, "lr": group["lr"] / 2} for group in states["param_groups"]]}
+
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before read"))
+    optimizer.register_state_dict_post_hook(halve)
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after load"))
+    assert bool(optimizer.state_dict(rank=0)) == (rank == 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return calls, optimizer.param_groups[0]["lr"]
+
+
+def test_hooks_on_the_state_dict_are_called_as_in_torch() -> None:
+    first, second = run_threads(2, read_and_load_with_hooks)
+    read = ["before read", "read before shard()"]
+    assert first == ([*read, *read, "after load"], 0.125)
+    assert second == (["before read", *read, "after load"], 0.125)
+
+
+def test_a_loaded_state_dict_does_not_change_with_the_optimizer() -> None:
+    model = nn.Linear(3, 2)
+    model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5)), stage=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does
+    assert saved["param_groups"][0]["lr"] == 0.5
+
+
 class SumInState(Own):
     """Keeps a number that depends on what a rank holds."""
 

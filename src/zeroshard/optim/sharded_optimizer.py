@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -79,6 +80,42 @@ def _run_mode_switch(switch: weakref.ref[_ModeSwitch], name: str) -> Any:
     if found is None:
         raise RuntimeError(f"{name}() was called on an optimizer whose sharded model is gone: make a new optimizer")
     return found.run(name)
+
+
+def _with_state_dict_hooks(read: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Run the hooks on ``state_dict()`` that were registered before and after shard(), as torch does."""
+
+    @wraps(read)
+    def state_dict(self: ShardedOptimizer, rank: int | None = None) -> dict[str, Any]:
+        owners = (self.inner, self)
+        for pre_hook in [hook for owner in owners for hook in owner._optimizer_state_dict_pre_hooks.values()]:
+            pre_hook(self)
+        with torch.no_grad():
+            result = read(self, rank)
+        hooks = [hook for owner in owners for hook in owner._optimizer_state_dict_post_hooks.values()]
+        for post_hook in hooks if result else ():  # not on a rank that does not get it
+            replaced = post_hook(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    return state_dict
+
+
+def _with_load_hooks(load: Callable[..., None]) -> Callable[..., None]:
+    """Run the hooks on ``load_state_dict()`` that were registered before and after shard(), as torch does."""
+
+    @wraps(load)
+    def load_state_dict(self: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
+        owners, state_dict = (self.inner, self), state_dict.copy()
+        for pre_hook in [hook for owner in owners for hook in owner._optimizer_load_state_dict_pre_hooks.values()]:
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        with torch.no_grad():
+            load(self, state_dict)
+        for post_hook in [hook for owner in owners for hook in owner._optimizer_load_state_dict_post_hooks.values()]:
+            post_hook(self)
+
+    return load_state_dict
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -277,7 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- states -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_with_state_dict_hooks
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the full state dict, as the plain optimizer would. All ranks must call it together.
 
@@ -286,7 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         full = self._states.state_dict(rank)
         return full if self._loss_scale is None or not full else {**full, "loss_scale": self.loss_scale_state()}
 
-    @torch.no_grad()
+    @_with_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, of a plain optimizer or of :meth:`state_dict`. Each rank keeps its shard."""
         self._engine.state_guard.prepare_write()
@@ -302,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = {name: states[param_id] for name, param_id in zip(names, param_ids, strict=True) if param_id in states}
         self._states.check_full(found)
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in loaded.items() if key != "params"})
         if "loss_scale" in state_dict:
             self.load_loss_scale(state_dict["loss_scale"])
         self._load_states(found)
