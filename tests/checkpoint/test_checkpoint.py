@@ -277,6 +277,24 @@ def test_a_state_dict_with_numbers_of_a_0_dim_parameter_is_loaded(kind: Any) -> 
         assert_same(ours, parameters(plain), 1e-6)
 
 
+class Counting(nn.Linear):
+    """Has a state that is neither a parameter nor a buffer."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def test_extra_states_of_modules_are_not_dropped_silently(tmp_path: Path) -> None:
+    model = nn.Sequential(Counting(2, 2), nn.Linear(2, 1))
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=r"1 modules, for example '0' .* save it with extra="):
+        zeroshard.save(tmp_path / "step-1", model, optimizer)
+    zeroshard.save(tmp_path / "step-2", model, optimizer, weights=False)
+
+
 class Forms(nn.Module):
     """A tied weight, a frozen one, a channels-last convolution, buffers, batch norm, an unused parameter."""
 

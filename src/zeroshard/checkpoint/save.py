@@ -95,6 +95,8 @@ def save(
             _check_can_save(engine, not optimizers and ema is None)
             _check_no_unsaved_grads(engine, model)
         _warn_of_unsaved_grads(optimizers)
+        if weights:
+            _warn_of_extra_states(model)
         payload = _PayloadBuilder(model, optimizers, checkpoint_group, ema).build(extra, rank_extra, weights, frozen)
         if wait:
             return payload, None
@@ -164,6 +166,19 @@ def _warn_of_unsaved_grads(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 "step, and a checkpoint contains none: if it accumulates them, save after its step",
                 stacklevel=2,
             )
+
+
+def _warn_of_extra_states(model: nn.Module) -> None:
+    """Warn if modules have states other than parameters and buffers: a checkpoint does not contain these."""
+    modules = model.named_modules()
+    names = [name for name, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state]
+    if names:
+        warnings.warn(
+            f"{len(names)} modules, for example {names[0]!r} ({type(model.get_submodule(names[0])).__name__}), have an "
+            "extra state (get_extra_state()), and a checkpoint contains none: save it with extra={…}, and give it back "
+            "with set_extra_state() after the load",
+            stacklevel=2,
+        )
 
 
 class _PayloadBuilder:
