@@ -111,3 +111,33 @@ def test_a_state_dict_in_memory_is_loaded_by_shards_and_states_are_read_on_one_r
     torch.testing.assert_close(second, first, rtol=0, atol=0)
     torch.testing.assert_close(received, adam.state_dict())
     assert nothing == {} and "0.weight is a str, expected a tensor" in error
+
+
+class SharedNorm(nn.Module):
+    """A module with two names, and a buffer with two names."""
+
+    def __init__(self, is_shared: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm if is_shared else nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("factor", self.scale if is_shared else torch.ones(2))
+
+
+def load_shared(rank: int, state: dict[str, torch.Tensor], path: Path) -> list[dict[str, Any]]:
+    model, _ = zeroshard.shard(SharedNorm(), stage=3)
+    zeroshard.load(state, model)
+    zeroshard.save(path, model)
+    alone, _ = zeroshard.shard(SharedNorm(is_shared=False), stage=3)
+    zeroshard.load(path, alone)
+    return [zeroshard.state_dict(each, rank=None) for each in (model, alone)]
+
+
+def test_buffers_with_several_names_load_with_and_without_the_tie(tmp_path: Path) -> None:
+    plain = SharedNorm()
+    plain.norm.running_mean.add_(3)  # type: ignore[operator, union-attr]
+    plain.scale.add_(1)
+    state = dict(plain.state_dict())
+    for results in run_threads(2, load_shared, state, tmp_path / "step-1"):
+        for ours in results:
+            torch.testing.assert_close(ours, state, rtol=0, atol=0)

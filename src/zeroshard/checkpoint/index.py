@@ -101,7 +101,7 @@ class CheckpointIndex:
     parameters: dict[str, bool] = field(default_factory=dict)
     """Parameter name → whether the parameter is trained."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Further names of a tied parameter → the name it is saved under."""
+    """Further names of a tied parameter or buffer → the name it is saved under."""
     config: dict[str, Any] | None = None
     """The config of a Hugging Face model."""
     optimizer: dict[str, Any] | None = None

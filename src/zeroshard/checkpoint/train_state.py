@@ -299,7 +299,16 @@ def _replicated_to_local(name: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to its first name, under which it is saved."""
+    """Map each further name of a tied parameter or buffer to its first name, under which it is saved."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     all_names = model.named_parameters(remove_duplicate=False)
-    return {name: first_names[id(parameter)] for name, parameter in all_names if first_names[id(parameter)] != name}
+    ties = {name: first_names[id(parameter)] for name, parameter in all_names if first_names[id(parameter)] != name}
+    saved, first_names = {name for name, _ in persistent_buffers(model)}, {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in saved:
+                first_names[id(buffer)] = name
+            elif id(buffer) in first_names and key not in module._non_persistent_buffers_set:
+                ties[name] = first_names[id(buffer)]
+    return ties
