@@ -141,3 +141,24 @@ def test_buffers_with_several_names_load_with_and_without_the_tie(tmp_path: Path
     for results in run_threads(2, load_shared, state, tmp_path / "step-1"):
         for ours in results:
             torch.testing.assert_close(ours, state, rtol=0, atol=0)
+
+
+def load_own(rank: int, stage: int, state: dict[str, torch.Tensor], case: str) -> str:
+    model, _ = zeroshard.shard(nn.Linear(3, 4), stage=stage)
+    if case == "values":
+        state = {**state, "weight": state["weight"] + rank}
+    elif case == "names" and rank == 1:
+        state = {}
+    before = zeroshard.state_dict(model, rank=None)
+    with pytest.raises(zeroshard.CheckpointError) as error:
+        zeroshard.load(state, model, strict=False)
+    torch.testing.assert_close(zeroshard.state_dict(model, rank=None), before, rtol=0, atol=0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("case", "name"), [("values", "weight"), ("names", "bias")])
+def test_state_dicts_that_differ_between_ranks_are_refused(stage: int, case: str, name: str) -> None:
+    state = dict(nn.Linear(3, 4).state_dict())
+    for message in run_threads(2, load_own, stage, state, case):
+        assert f"{name!r} differs between ranks" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ def load(
         engine.state_guard.wait_readers()
     error_prefix = f"{'the state dict' if isinstance(path, Mapping) else path} cannot be loaded: "
     source = _open_source(path, rename, checkpoint_group, error_prefix)
+    if engine is not None and isinstance(path, Mapping):
+        _check_equal_weights(source, checkpoint_group, error_prefix)
     source, is_resumed = open_replica(source, model, optimizers, weights)
 
     def plan() -> LoadMapping:
@@ -142,6 +145,20 @@ def _open_source(
     return checkpoint_group.run_on_all(
         error_prefix, lambda: LoadSource.open(source_path, rename, checkpoint_group.rank, checkpoint_group.size)
     )
+
+
+def _check_equal_weights(source: LoadSource, checkpoint_group: CheckpointGroup, error_prefix: str) -> None:
+    """Raise if ranks have other state dicts, by their names and by samples: each rank copies its own shards."""
+    digests = checkpoint_group.run_on_all(error_prefix, source.weight_digests)
+    total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
+    if len(set(checkpoint_group.all_gather(total))) > 1:
+        gathered = checkpoint_group.all_gather(digests)
+        all_names = sorted({name for each in gathered for name in each})
+        names = [name for name in all_names if len({each.get(name) for each in gathered}) > 1]
+        raise CheckpointError(
+            f"{error_prefix}{names[0]!r} differs between ranks, or some ranks do not have it. Each rank reads its own "
+            "part of the weights: give all ranks the same"
+        )
 
 
 @dataclass

@@ -9,6 +9,7 @@ open, with 256 MiB of blocks.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from zeroshard.sharding import Range
 from zeroshard.utils.safetensors_files import SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE, SafetensorsWeights
 
 MAX_OPEN_FILES = 64
+SAMPLES = 8  # elements of an external weight that ranks compare
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -219,6 +221,14 @@ class LoadSource:
         with CheckpointReader(self.path, self.index) as reader:
             return decode(value, lambda name: reader.read_tensor(f"other/{name}"))
 
+    def weight_digests(self) -> dict[str, bytes]:
+        """Return a digest of the shape, the dtype and some elements of each external weight."""
+        digests = {}
+        for name, tensor in (self.weights or {}).items():
+            text = repr((tensor.dtype, tuple(tensor.shape), _sample(tensor)))
+            digests[name] = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return digests
+
     def read(self, fqn: str) -> torch.Tensor:
         """Read a small tensor of a checkpoint."""
         with CheckpointReader(self.path, self.index) as reader:
@@ -232,6 +242,22 @@ class LoadSource:
             return
         for target in targets:
             target.local.copy_from(self.weights[target.saved_fqn.removeprefix("model/")])
+
+
+def _sample(tensor: torch.Tensor) -> list[Any]:
+    """Return ``SAMPLES`` elements from the first to the last one, without a copy of the others.
+
+    >>> _sample(torch.arange(15).view(5, 3).T)
+    [0, 6, 12, 4, 10, 2, 8, 14]
+    """
+    samples = []
+    for number in range(SAMPLES if tensor.numel() else 0):
+        position, index = number * (tensor.numel() - 1) // (SAMPLES - 1), []
+        for size in reversed(tensor.shape):
+            position, within = divmod(position, size)
+            index.append(within)
+        samples.append(tensor[tuple(reversed(index))].item())
+    return samples
 
 
 def find_source(path: Path) -> Path:
