@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -696,6 +697,24 @@ def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precis
     for after in run_threads(2, body):
         for name, value in other.named_parameters():
             assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_load_state_dict_says_that_it_rounds_master_weights(stage: int) -> None:
+    """`zeroshard.load` does not round them; and what is exact in bf16 loads without a warning."""
+    exact = make_net(5).state_dict()
+    rounded = {name: value.bfloat16().to(value.dtype) for name, value in exact.items()}
+    model, _ = shard(make_net(0), stage, precision="bf16")
+    with zeroshard.gathered(model, write_rank=0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(rounded)
+        with pytest.warns(UserWarning, match=r"rounds '.*', and so its master weight.*zeroshard.load") as found:
+            model.load_state_dict(exact)
+        assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zeroshard.load(exact, model)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])

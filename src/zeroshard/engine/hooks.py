@@ -13,6 +13,7 @@ return them as outputs.)
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -332,9 +333,9 @@ def _pre_state_dict(engine: Engine, *_: object) -> None:
 
 
 def _pre_load_state_dict(
-    engine: Engine, module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object
+    engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: object
 ) -> None:
-    """Hook: before ``load_state_dict`` changes anything, raise on what would fail halfway."""
+    """Hook: before ``load_state_dict`` changes anything, raise on what would fail halfway, and warn of rounding."""
     engine.state_guard.check_states_reloaded()
     engine.state_guard.check_not_averaged("load_state_dict()")
     if metadata.get("assign_to_params_buffers"):
@@ -349,6 +350,22 @@ def _pre_load_state_dict(
                 f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "
                 "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
             )
+    if not prefix and engine.context.config.has_master:  # once, not for each submodule
+        named = module.named_parameters()
+        rounded = (name for name, parameter in named if _is_rounded(state.get(name), parameter.dtype))
+        if (name := next(rounded, None)) is not None:
+            warnings.warn(
+                f"load_state_dict() rounds {name!r}, and so its master weight, to the dtype in which the model "
+                "computes: zeroshard.load(state_dict, model) loads master weights exactly",
+                stacklevel=2,
+            )
+
+
+def _is_rounded(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether a tensor loses bits in a dtype."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.itemsize <= dtype.itemsize:
+        return False
+    return bool((value.to(dtype).to(value.dtype) != value).any())
 
 
 def _post_load_state_dict(
