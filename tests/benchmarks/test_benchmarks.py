@@ -444,7 +444,11 @@ def test_float8_and_bf16_of_a_gpt_and_a_curve(inline: None, tmp_path: Path, caps
     assert results[1]["float8"] == "8 layers; not head (in keep_bf16)"
     assert results[1]["communicated"] < results[0]["communicated"]
     assert len(results[3]["losses"]) == 2
-    assert [row[1] for row in cells(capsys.readouterr().out)[2:]] == ["bf16", "fp8"] * 2
+    printed = cells(capsys.readouterr().out)
+    assert [row[1] for row in printed[2:6]] == ["bf16", "fp8"] * 2
+    assert printed[6] == ["mean loss of steps", "1 to 1", "2 to 2"]
+    assert [row[0] for row in printed[8:]] == ["bf16", "fp8"]
+    assert [float(cell) for cell in printed[8][1:]] == pytest.approx(results[2]["losses"], abs=0.01)
 
 
 def test_the_update_alone(
