@@ -365,7 +365,7 @@ def _is_rounded(value: Any, dtype: torch.dtype) -> bool:
     """Return whether a tensor loses bits in a dtype."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.itemsize <= dtype.itemsize:
         return False
-    return bool((value.to(dtype).to(value.dtype) != value).any())
+    return bool(((value.to(dtype).to(value.dtype) != value) & ~value.isnan()).any())
 
 
 def _post_load_state_dict(
