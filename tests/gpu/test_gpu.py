@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.harness.collectives import Echo
-from zeroshard.memory import CublasWorkspace
+from zeroshard.memory import CublasWorkspace, Pool
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.metrics import StepStatsReducer
 
@@ -230,6 +231,27 @@ def workspaces(rank: int) -> tuple[int, int]:
 def test_cublas_has_memory_for_one_thread_at_a_time() -> None:
     ((taken, one),) = run_processes(1, workspaces)
     assert 2**20 < one <= taken < 1.5 * one  # cuBLASLt may have a little of its own
+
+
+def drop_pools(rank: int) -> int:
+    """Drop a pool in a reference cycle, collect it while another one is in use, and return the bytes that are left."""
+    device, free = torch.device("cuda", 0), torch.cuda.memory_reserved()
+    for _ in range(2):
+        dropped: Any = Pool(device)
+        with dropped:
+            torch.zeros(2**24, device=device)
+        dropped.itself = dropped
+        del dropped
+        with Pool(device):
+            gc.collect()
+            torch.zeros(1, device=device)
+    gc.collect()
+    return torch.cuda.memory_reserved() - free
+
+
+def test_a_dropped_pool_that_is_collected_while_another_is_in_use_is_freed_later() -> None:
+    (left,) = run_processes(1, drop_pools, fresh=True)  # torch would end the process
+    assert left < 2**24
 
 
 def no_syncs(rank: int, precision: str, stage: int) -> None:

@@ -18,11 +18,17 @@ total size, at least 10 MiB, from which the allocator then carves them.
 The pool is the allocator's own (``torch.cuda.MemPool``): its statistics stay correct, and when memory runs out the
 allocator may still use the pool for other tensors. On the CPU, where the system allocator does not have this problem,
 the pool does nothing.
+
+[Note: when a pool is freed]
+torch ends the process if a ``MemPool`` is freed while any thread allocates from one, or captures a graph. The garbage
+collector may free the pool of a model that was dropped at any time, also then. So a pool that nothing needs any more is
+handed to ``_PoolReleases``, which frees it at once if no thread is inside ``with pool:``, or when the last one leaves.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
@@ -54,6 +60,43 @@ def segment_bytes_for(sizes: Iterable[int]) -> int:
     return max(sum(large), MIN_LARGE_ALLOC_BYTES)
 
 
+class _PoolReleases:
+    """Frees pools of torch while no thread allocates from one: see [Note: when a pool is freed]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0  # calls of enter() without leave()
+        self._retired: list[Any] = []
+
+    def enter(self) -> None:
+        """Free no pool until :meth:`leave`."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Undo one :meth:`enter`."""
+        with self._lock:
+            self._users -= 1
+            self._free()
+
+    def retire(self, pools: list[Any]) -> None:
+        """Empty the list, and free its pools now or later. The garbage collector may call this anywhere."""
+        self._retired += pools
+        pools.clear()
+        if self._lock.acquire(blocking=False):  # else its holder may be the code that the garbage collector interrupts
+            try:
+                self._free()
+            finally:
+                self._lock.release()
+
+    def _free(self) -> None:
+        if self._retired and not self._users and not torch.cuda.is_current_stream_capturing():
+            self._retired.clear()
+
+
+_RELEASES = _PoolReleases()  # of the process, like torch's allocator
+
+
 class Pool:
     """Inside ``with pool:``, this thread allocates device memory from the pool.
 
@@ -65,34 +108,45 @@ class Pool:
     def __init__(self, device: torch.device, is_separate: bool = True) -> None:
         """``is_separate=False``: the default pool of the allocator."""
         self.device, self.is_separate = device, is_separate
-        has_pool = is_separate and device.type == "cuda"
-        self._pool: Any = torch.cuda.MemPool(use_on_oom=True) if has_pool else None
+        self._pools: list[Any] = []  # torch's pool, if there is one; nothing else refers to it
         self._guards: list[Any] = []
+        if is_separate and device.type == "cuda":
+            self._pools.append(torch.cuda.MemPool(use_on_oom=True))
+            weakref.finalize(self, _RELEASES.retire, self._pools).atexit = False
 
     def __enter__(self) -> Pool:
-        if self._pool is not None:
-            guard = torch.cuda.use_mem_pool(self._pool, self.device)
-            guard.__enter__()
+        if self._pools:
+            _RELEASES.enter()
+            guard = torch.cuda.use_mem_pool(self._pools[0], self.device)
+            try:
+                guard.__enter__()
+            except BaseException:
+                _RELEASES.leave()
+                raise
             self._guards.append(guard)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._guards.pop().__exit__(kind, error, trace)
+        if self._pools:
+            try:
+                self._guards.pop().__exit__(kind, error, trace)
+            finally:
+                _RELEASES.leave()
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Reserve memory for the tensors that follow, given their sizes: see [Note: one segment for several]."""
-        nbytes = segment_bytes_for(sizes) if self._pool is not None else 0
+        nbytes = segment_bytes_for(sizes) if self._pools else 0
         if nbytes:
             with self, suppress(torch.OutOfMemoryError):  # each tensor may still fit on its own
                 torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def reset(self) -> None:
         """Start a new pool. Memory of the old one returns to the device once nothing uses it."""
-        if self._pool is not None:
-            self._pool = torch.cuda.MemPool(use_on_oom=True)
+        if self._pools:
+            _RELEASES.retire(self._pools)
+            self._pools.append(torch.cuda.MemPool(use_on_oom=True))
             torch.cuda.empty_cache()
 
 
