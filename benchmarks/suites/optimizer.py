@@ -47,7 +47,7 @@ from benchmarks.harness.workloads import WORKLOADS, Workload
 from zeroshard.optim import MuonWithAdamW, step
 from zeroshard.optim.cpu.kernels import load_kernels
 from zeroshard.optim.hyperparams import AdamHyperparams
-from zeroshard.optim.muon import orthogonalize
+from zeroshard.optim.newton_schulz.orthogonalize import orthogonalize
 from zeroshard.sharding import find_block_matrices
 
 NEEDED = 28  # bytes a parameter
@@ -56,7 +56,7 @@ UNITS = 24  # that the parameters are in
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Muon's defaults
 SLEEP_CYCLES = 20_000_000  # that the device waits, so that the host runs ahead as it does in training
 KERNELS = {  # kinds of kernels → parts of their names
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "symmetric_kernel"),
     "momentum and update": ("momentum_kernel",),
     "decay and addition": ("value_kernel",),
     "AdamW": ("adam",),

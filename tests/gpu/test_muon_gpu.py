@@ -9,7 +9,9 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from zeroshard.engine import GradScale
-from zeroshard.optim.muon import MuonOptions, orthogonalize_stack
+from zeroshard.optim.muon import MuonOptions
+from zeroshard.optim.newton_schulz.kernels import TorchStackKernels
+from zeroshard.optim.newton_schulz.orthogonalize import load_stack_kernels, orthogonalize_stack
 from zeroshard.optim.sharded_muon.kernels import MomentumPart, TorchKernels, ValuePart
 from zeroshard.optim.sharded_muon.updater import KERNEL_LOADER
 
@@ -46,19 +48,39 @@ def test_both_passes_have_the_bits_of_torchs_operations(dtype: torch.dtype, mome
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def test_stacks_have_the_bits_of_torchs_operations_and_the_accuracy_of_its_muon() -> None:
-    kernels: Any = KERNEL_LOADER.load(torch.device("cuda", torch.cuda.current_device()))
+def test_stacks_are_divided_by_their_norms_with_the_bits_of_torchs_operations() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    for rows, columns in ((64, 64), (100, 36), (512, 2048), (2048, 512)):
-        stack = torch.randn(3, rows, columns, generator=generator, device="cuda").bfloat16()
+    for shape in ((3, 64, 64), (3, 100, 36), (3, 2048, 512)):
+        stack = torch.randn(shape, generator=generator, device="cuda").bfloat16()
         ours, wanted = stack.clone(), stack.clone()
-        kernels.normalize(ours, 1e-7)
-        TorchKernels().normalize(wanted, 1e-7)
+        load_stack_kernels(stack.device).normalize(ours, 1e-7)
+        TorchStackKernels().normalize(wanted, 1e-7)
         assert torch.equal(ours, wanted)  # except if the sum of squares is next to a boundary of bf16
-        exact = newton_schulz(stack.double(), COEFFICIENTS, 5)
-        found = orthogonalize_stack(stack.clone(), COEFFICIENTS, 5, 1e-7, kernels).double()
-        torchs = torch.stack([_zeropower_via_newtonschulz(each, COEFFICIENTS, 5, 1e-7) for each in stack]).double()
-        assert (found - exact).norm() < 1.5 * (torchs - exact).norm()
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (3, 100, 36), (3, 512, 2048), (8, 1024, 1152), (1, 4096, 2048)])
+def test_stacks_have_the_accuracy_of_torchs_muon(shape: tuple[int, int, int]) -> None:
+    stack = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
+    exact = newton_schulz(stack.double(), COEFFICIENTS, 5)
+    found = orthogonalize_stack(stack.clone(), COEFFICIENTS, 5, 1e-7).double()
+    torchs = torch.stack([_zeropower_via_newtonschulz(each, COEFFICIENTS, 5, 1e-7) for each in stack]).double()
+    assert (found - exact).norm() < 1.5 * (torchs - exact).norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 2048, 2048), (1, 2176, 4096), (2, 4160, 1536), (9, 640, 640)])
+def test_symmetric_products_are_those_of_torch_to_rounding(shape: tuple[int, int, int]) -> None:
+    kernels: Any = load_stack_kernels(torch.device("cuda"))
+    assert type(kernels).__name__ == "TritonStackKernels"
+    stack = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
+    assert kernels._is_symmetric_faster(stack) == (torch.cuda.get_device_capability()[0] == 9)
+    gram, wanted = kernels.gram(stack), TorchStackKernels().gram(stack)
+    assert torch.equal(gram, gram.mT)
+    assert (gram.double() - wanted.double()).norm() < 1e-3 * wanted.double().norm()
+    small = wanted / max(shape)
+    found, wanted = (each.polynomial(small, -4.775, 2.0315).double() for each in (kernels, TorchStackKernels()))
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(kernels.gram(stack), gram)
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -1,25 +1,16 @@
-"""MuonWithAdamW: torch's Muon for some groups, and torch's AdamW for the others, as one optimizer.
-
-[Note: Muon in batches]
-torch's Muon orthogonalizes one matrix after the other, by about 20 kernels each. On a GPU, kernels for small matrices
-leave most of it idle, and the host cannot start them fast enough. So on a GPU the matrices of one shape are stacked,
-and each product of the Newton–Schulz iteration is one kernel for all of them.
-
-The operations are torch's, in the same order and dtypes; only the rounding inside a product may differ, and how the
-squares of a norm are summed. Of X ← aX + (bG + cG²)X with G = XXᵀ, torch copies X before the last product, whose kernel
-adds to its output. Here a side stream copies it during the products before.
-"""
+"""MuonWithAdamW: torch's Muon for some groups, and torch's AdamW for the others, as one optimizer; step_muon."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+
+from zeroshard.optim.newton_schulz.orthogonalize import orthogonalize
 
 RULES: dict[str, type[torch.optim.Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
 
@@ -165,107 +156,3 @@ class MuonOptions(NamedTuple):
         if self.lr_adjustment == "match_rms_adamw":
             return -self.lr * (0.2 * math.sqrt(max(rows, columns)))
         return -self.lr * math.sqrt(max(1, rows / columns))
-
-
-def newton_schulz_flops(shape: torch.Size, steps: int = 5) -> int:
-    """Return the FLOPs of the products that orthogonalize a matrix.
-
-    >>> newton_schulz_flops(torch.Size([8, 2]))
-    720
-    """
-    short, long = sorted(shape)
-    return steps * (4 * short**2 * long + 2 * short**3)
-
-
-def orthogonalize(
-    matrices: Sequence[torch.Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
-) -> list[torch.Tensor]:
-    """Orthogonalize matrices of one shape by a Newton–Schulz iteration in bf16.
-
-    >>> left, right = orthogonalize([torch.eye(4), 2 * torch.eye(4)], (2.0, -1.5, 0.5), 8, 1e-7)
-    >>> bool((left.float() - torch.eye(4)).abs().max() < 0.02), torch.equal(left, right)
-    (True, True)
-    """
-    rows, columns = matrices[0].shape
-    stack = torch.empty((len(matrices), rows, columns), dtype=torch.bfloat16, device=matrices[0].device)
-    torch._foreach_copy_(list(stack.unbind()), list(matrices))
-    return list(orthogonalize_stack(stack, coefficients, steps, eps).unbind())
-
-
-class StackKernels(Protocol):
-    """What Newton–Schulz does with a stack of bf16 matrices besides products."""
-
-    def normalize(self, stack: torch.Tensor, eps: float) -> None:
-        """Divide each matrix of a stack by its norm, in place."""
-
-    def start_copy(self, stack: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to copy a stack; the result waits for the copy and returns it."""
-
-
-class TorchStackKernels:
-    """By torch's own operations."""
-
-    def normalize(self, stack: torch.Tensor, eps: float) -> None:
-        """Divide each matrix of a stack by its norm, in place."""
-        stack /= torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
-
-    def start_copy(self, stack: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that copies a stack."""
-        return stack.clone
-
-
-def orthogonalize_stack(
-    stack: torch.Tensor,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    kernels: StackKernels | None = None,
-) -> torch.Tensor:
-    """Orthogonalize a stack of contiguous bf16 matrices, which may be changed: see [Note: Muon in batches]."""
-    a, b, c = coefficients
-    kernels, (rows, columns) = kernels or TorchStackKernels(), stack.shape[1:]
-    kernels.normalize(stack, eps)
-    for _ in range(steps):
-        wait_copy = kernels.start_copy(stack)
-        # torch transposes tall matrices; the products in the other order are the transposes of its own.
-        gram = torch.bmm(stack.mT, stack) if rows > columns else torch.bmm(stack, stack.mT)
-        gram = gram.mul(1).baddbmm_(gram, gram, beta=b, alpha=c)  # a product copies sooner than torch's own copy
-        factors = (stack, gram) if rows > columns else (gram, stack)
-        stack = wait_copy().baddbmm_(*factors, beta=a)
-    return stack
-
-
-def orthogonalize_bf16(
-    matrices: Sequence[torch.Tensor],
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    kernels: StackKernels,
-) -> list[torch.Tensor]:
-    """Orthogonalize bf16 matrices of one shape, which may be changed: on a GPU at once, without a copy if adjacent."""
-    if matrices[0].device.type != "cuda":  # it gains nothing, and this way has torch's bits
-        return [_orthogonalize_one(matrix, coefficients, steps, eps) for matrix in matrices]
-    first = matrices[0]
-    is_stack = all(matrix.is_contiguous() for matrix in matrices) and all(
-        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and left.storage_offset() + left.numel() == right.storage_offset()
-        for left, right in pairwise(matrices)
-    )
-    if not is_stack:
-        return orthogonalize(matrices, coefficients, steps, eps)
-    stack = first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
-    return list(orthogonalize_stack(stack, coefficients, steps, eps, kernels).unbind())
-
-
-def _orthogonalize_one(
-    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
-    """Orthogonalize a bf16 matrix, which is changed, by torch's operations in its order."""
-    a, b, c = coefficients
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if is_tall else matrix
-    x.div_(x.norm().clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zeroshard.engine import GradScale
-from zeroshard.optim.muon import MuonOptions, StackKernels, TorchStackKernels
+from zeroshard.optim.muon import MuonOptions
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, in Triton
 
@@ -28,8 +28,8 @@ class ValuePart(NamedTuple):
     values: torch.Tensor
 
 
-class MuonKernels(StackKernels, Protocol):
-    """Two passes over a rank's shards, and the elementwise parts of Newton–Schulz."""
+class MuonKernels(Protocol):
+    """Two passes over a rank's shards."""
 
     def update_momenta(self, parts: Sequence[MomentumPart], options: MuonOptions, grad_scale: GradScale) -> int:
         """Update the momenta, write the updates in bf16; return the bytes of temporary memory."""
@@ -38,7 +38,7 @@ class MuonKernels(StackKernels, Protocol):
         """Multiply the values by ``decay``, and add ``alpha`` times the updates."""
 
 
-class TorchKernels(TorchStackKernels):
+class TorchKernels:
     """By torch's own operations, in the order of its Muon, so with its bits."""
 
     def update_momenta(self, parts: Sequence[MomentumPart], options: MuonOptions, grad_scale: GradScale) -> int:

@@ -11,7 +11,7 @@ torch's kernels they move 36 and 26 bytes with a gradient of 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +28,6 @@ try:
 except ImportError:  # CPU builds of torch do not include it
     triton = tl = None
 
-SUM_PARTS = 512  # programs that sum the squares of a matrix
 MAX_PREPARED_LAUNCHES = 64  # gradient addresses alternate between steps, and there are several batches
 
 
@@ -93,43 +92,6 @@ def value_kernel(
     tl.store(values + offsets, tl.fma(u, alpha, p * decay), mask=mask)
 
 
-def square_sum_kernel(
-    matrices,  # bf16, contiguous
-    sums,  # fp32, PARTS for each matrix
-    numel,  # of a matrix
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum the squares of a part of a matrix: every PARTS-th block."""
-    part, matrix = tl.program_id(0), tl.program_id(1)
-    values = matrices + matrix.to(tl.int64) * numel
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(part * BLOCK, numel, PARTS * BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        x = tl.load(values + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
-        total += x * x
-    tl.store(sums + matrix * PARTS + part, tl.sum(total, axis=0))
-
-
-def normalize_kernel(
-    matrices,  # bf16, contiguous
-    sums,  # fp32, PARTS for each matrix
-    eps,  # least norm, as it is in bf16
-    numel,  # of a matrix
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Divide one block of a matrix by its norm, which is rounded to bf16 as in torch."""
-    matrix = tl.program_id(1)
-    square_sum = tl.sum(tl.load(sums + matrix * PARTS + tl.arange(0, PARTS)), axis=0)
-    norm = tl.maximum(tl.sqrt_rn(square_sum).to(tl.bfloat16).to(tl.float32), eps)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    values = matrices + matrix.to(tl.int64) * numel
-    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(values + offsets, tl.div_rn(x, norm).to(tl.bfloat16), mask=mask)
-
-
 class TritonKernels:
     """The passes in Triton, compiled on first use: see [Note: bit-equal to torch's Muon]."""
 
@@ -138,8 +100,6 @@ class TritonKernels:
             raise ImportError("Triton is not installed")
         self._device, self._block_numel, self._num_warps = device, block, warps
         self._momentum_kernel, self._value_kernel = triton.jit(momentum_kernel), triton.jit(value_kernel)
-        self._square_sum_kernel, self._normalize_kernel = triton.jit(square_sum_kernel), triton.jit(normalize_kernel)
-        self._copy_streams: dict[int, torch.cuda.Stream] = {}  # one for each stream that computes
         self._prepared: dict[tuple[object, ...], list[LaunchTable]] = {}  # launch tables by dtypes and addresses
         self._triton_dtypes = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         self._fallback = TorchKernels()
@@ -203,32 +163,3 @@ class TritonKernels:
                 self._prepared.clear()
             self._prepared[key] = make_tables(rows, self._block_numel, self._device)
         return self._prepared[key]
-
-    def normalize(self, stack: torch.Tensor, eps: float) -> None:
-        """Divide each matrix of a stack by its norm, in place."""
-        count, numel = len(stack), stack[0].numel()
-        sums = torch.empty((count, SUM_PARTS), dtype=torch.float32, device=stack.device)
-        block, eps = 8 * self._block_numel, float(torch.tensor(eps, dtype=torch.bfloat16, device="cpu"))
-        options = {"PARTS": SUM_PARTS, "BLOCK": block, "num_warps": 2 * self._num_warps, **EXACT_FP_OPTIONS}
-        with current_device(self._device):
-            self._square_sum_kernel[(SUM_PARTS, count)](stack, sums, numel, **options)
-            self._normalize_kernel[(triton.cdiv(numel, block), count)](stack, sums, eps, numel, **options)
-
-    def start_copy(self, stack: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to copy a stack on a side stream; the result waits for the copy and returns it."""
-        if self._device.type != "cuda":
-            return stack.clone
-        target, compute = torch.empty_like(stack), torch.cuda.current_stream(self._device)
-        stream = self._copy_streams.get(compute.cuda_stream)
-        if stream is None:
-            stream = self._copy_streams[compute.cuda_stream] = torch.cuda.Stream(self._device)
-        stream.wait_stream(compute)
-        with torch.cuda.stream(stream):
-            target.copy_(stack, non_blocking=True)
-        done = stream.record_event()
-
-        def wait() -> torch.Tensor:
-            compute.wait_event(done)
-            return target
-
-        return wait
