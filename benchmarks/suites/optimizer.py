@@ -141,7 +141,7 @@ def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> 
         if way == "FSDP2":
             loop = fsdp2(job)
             step, loss = _gathered_muon(loop.model), loop.model(*job.inputs())
-            floors = {}
+            shapes, floors = [], {}
         else:
             model = job.model(on_meta=True)
             given = {"precision": precision(device), "mesh": mesh, "init_fn": draw}
@@ -150,20 +150,17 @@ def measure_muon(way: str, shape: dict[str, Any], device: str, repeats: int) -> 
             owned = zeroshard.report(model).routing.matrices
             names = [name for name, matrix in owned.items() if matrix.owner == 0]
             shapes = [model.get_parameter(name).shape for name in names]
-            floors = {
-                "products_ms": _newton_schulz(shapes, device, adds=False),
-                "adding_products_ms": _newton_schulz(shapes, device, adds=True),
-            }
+            floors = {"products_ms": False, "adding_products_ms": True}  # whether they add
         loss.backward()
         warmup = [_time(step, device)[1] for _ in range(3)]
         sleep_cycles = int(1.5 * CYCLES_PER_SECOND * warmup[-1])  # until the host has started everything
         memory.restart()
         times = [_time(step, device, sleep_cycles) for _ in range(repeats)]
-        products = {
-            name: 1e3 * statistics.median(_time(floor, device)[0] for _ in range(repeats))
-            for name, floor in floors.items()
-        }
         peak = memory.peak()["allocated"]
+        products = {}
+        for name, adds in floors.items():
+            floor = _newton_schulz(shapes, device, adds)
+            products[name] = 1e3 * statistics.median(_time(floor, device)[0] for _ in range(repeats))
         kernels = _kernel_ms(step) if device == "cuda" and way != "FSDP2" else {}
     seconds, host = (statistics.median(values) for values in zip(*times, strict=True))
     return {"ms": seconds * 1e3, "host_ms": host * 1e3, "allocated": peak, "kernels": kernels, **products}
