@@ -3,13 +3,12 @@
 The planner's simulation knows devices of their own and links between them. Ranks that share a device take turns on it:
 for each of N ranks it is N times as slow, and while one computes, no collective advances. What the ranks compute is
 measured, all at once and without communication. So are the sockets: a link, with a latency that is mostly the wait for
-a turn. What is predicted is which collectives a strategy has, what they send, and which of them overlap. How much two
-of them overlap, which use several threads and sockets, is measured, too.
+a turn. What is predicted is which collectives a strategy has, what they send, and how they overlap with each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Any
 
@@ -43,8 +42,6 @@ class SharedDevice:
     """Of a forward and a backward, while all ranks compute, without communication."""
     links: dict[str, Link]
     """What a rank receives while all communicate, by collective: "all-gather", "reduce-scatter" and "all-to-all"."""
-    overlaps: dict[str, float] = field(default_factory=dict)
-    """Which part of the shorter transfer of an all-gather and a reduction overlaps, by the reduction's kind."""
 
     def machine(self, link: Link) -> Machine:
         """Return one rank's share of the device, with a link.
@@ -78,13 +75,12 @@ class SharedDevice:
         conditions = StepConditions(ranks=self.ranks)
         traffic = step_time(idle, sizes, free, conditions).traffic  # does not depend on links
         gathered, reduced = traffic.get("all-gather", 0.0), traffic.get("reduce-scatter", 0.0)
-        kind = "all-to-all" if strategy.reduce_wire else "reduce-scatter"
-        gathers, reductions = self.links["all-gather"], self.links[kind]
+        gathers, reductions = (
+            self.links["all-gather"],
+            self.links["all-to-all" if strategy.reduce_wire else "reduce-scatter"],
+        )
         # the machine has one link: at its rate these bytes take as long as at the two rates
-        gather_seconds, reduce_seconds = gathered / gathers.bandwidth, reduced / reductions.bandwidth
-        seconds = gather_seconds + reduce_seconds
-        if strategy.stage == 3:  # half of what is gathered is gathered in the backward, which also reduces
-            seconds -= self.overlaps.get(kind, 0.0) * min(gather_seconds / 2, reduce_seconds)
+        seconds = gathered / gathers.bandwidth + reduced / reductions.bandwidth
         link = Link(
             bandwidth=(gathered + reduced) / seconds,
             # measured of rings; the planner takes a tree, which has fewer hops, for what is small

@@ -6,7 +6,7 @@
 
 A step's time is the median, on the slowest rank. The prediction (`harness/shared_gpu.py`) is made of what is measured
 without a step: the time of a forward and backward of all ranks at once without communication, and the times of
-collectives of each kind, of two sizes: those of the blocks of both models; alone, and all-gathers beside reductions.
+collectives of each kind, of two sizes: those of the blocks of both models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ SHAPES = {
 STEPS = {"150m": (3, 7), "1.4b": (1, 3)}  # that do not count, and that do
 TINY_SHAPE, TINY_STEPS = {"vocab_size": 256, "context": 16, "layers": 2, "heads": 2, "width": 16}, (1, 1)
 ROWS = 4  # sequences of a rank
-BESIDE = "all-gather and "  # before the kind of a reduction: both at the same time
 REPEATS, SERIES = 5, 8  # of a series of collectives; collectives of a series
 VARIANTS = {
     "stage 1": Strategy(stage=1, micro_batch=ROWS),
@@ -59,8 +58,7 @@ def train(shape: dict[str, int], steps: tuple[int, int], device: str) -> Result:
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (ROWS, config.context), generator=generator).to(device)
     found: Result = {"parameters": config.parameters, "compute": _time_compute(config, tokens, sum(steps) + 2)}
-    group = dist.new_group()
-    found["collectives"] = {nbytes: _time_collectives(nbytes, device, group) for nbytes in block_bytes(config)}
+    found["collectives"] = {nbytes: _time_collectives(nbytes, device) for nbytes in block_bytes(config)}
     found["times"], found["losses"], found["sent"] = {}, {}, {}
     for name, strategy in VARIANTS.items():
         _free_memory(tokens.device)
@@ -119,48 +117,43 @@ def _time_compute(config: GPTConfig, tokens: torch.Tensor, steps: int) -> float:
     return statistics.median([_slowest(compute, tokens.device) for _ in range(steps)][2:])
 
 
-def _gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+def _gather(sent: torch.Tensor, received: torch.Tensor) -> None:
     part = sent.numel() // dist.get_world_size()
-    return dist.all_gather_into_tensor(received, sent[:part], group, async_op=True)
+    dist.all_gather_into_tensor(received, sent[:part])
 
 
-def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+def _reduce_scatter(sent: torch.Tensor, received: torch.Tensor) -> None:
     if not sent.is_cuda:  # gloo: as zeroshard reduces
-        return _all_to_all(sent, received, group)
+        _all_to_all(sent, received)
+        return
     part = sent.numel() // dist.get_world_size()
-    return dist.reduce_scatter_tensor(received[:part], sent, group=group, async_op=True)
+    dist.reduce_scatter_tensor(received[:part], sent)
 
 
-def _all_to_all(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+def _all_to_all(sent: torch.Tensor, received: torch.Tensor) -> None:
+    dist.all_to_all_single(received, sent)
 
 
 COLLECTIVES = {"all-gather": _gather, "reduce-scatter": _reduce_scatter, "all-to-all": _all_to_all}
 
 
-def _time_collectives(nbytes: int, device: str, reductions: dist.ProcessGroup) -> dict[str, float]:
+def _time_collectives(nbytes: int, device: str) -> dict[str, float]:
     """Return the seconds of a collective of ``nbytes`` in bf16, by its kind; of a series, as in a step.
 
-    Before a single collective, ranks that share a GPU would wait for their turn. With :data:`BESIDE` before its kind,
-    a reduction runs beside an all-gather, each in a group of its own.
+    Before a single collective, ranks that share a GPU would wait for their turn.
     """
     ranks = dist.get_world_size()
     sent = torch.zeros(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
-    gathered, reduced = torch.empty_like(sent), torch.empty_like(sent)
+    received = torch.empty_like(sent)
 
     def seconds(kind: str) -> float:
         def run() -> None:
-            works = []
             for _ in range(SERIES):
-                if kind.startswith(BESIDE):
-                    works.append(_gather(sent, gathered, None))
-                works.append(COLLECTIVES[kind.removeprefix(BESIDE)](sent, reduced, reductions))
-            for work in works:
-                work.wait()
+                COLLECTIVES[kind](sent, received)
 
         return statistics.median([_slowest(run, sent.device) for _ in range(REPEATS + 2)][2:]) / SERIES
 
-    return {kind: seconds(kind) for kind in (*COLLECTIVES, f"{BESIDE}reduce-scatter", f"{BESIDE}all-to-all")}
+    return {kind: seconds(kind) for kind in COLLECTIVES}
 
 
 def fit_links(times: dict[int, dict[str, float]], ranks: int) -> dict[str, Link]:
@@ -170,28 +163,7 @@ def fit_links(times: dict[int, dict[str, float]], ranks: int) -> dict[str, Link]
     {'all-gather': Link(bandwidth=2.5, latency=3.0)}
     """
     (small, first), (large, second) = sorted(times.items())
-    return {kind: fit_link(ranks, (small, first[kind]), (large, second[kind])) for kind in COLLECTIVES if kind in first}
-
-
-def fit_overlaps(times: dict[str, float], nbytes: int, links: dict[str, Link], ranks: int) -> dict[str, float]:
-    """Return which part of the shorter of two transfers overlaps, an all-gather's and a reduction's, by its kind.
-
-    Nothing does if both need the same resource all the time. Less than nothing: they are slower at the same time.
-
-    >>> links = {"all-gather": Link(bandwidth=1.0, latency=1.0), "all-to-all": Link(bandwidth=1.0, latency=1.0)}
-    >>> times = {"all-gather": 6.0, "all-to-all": 6.0, "all-gather and all-to-all": 8.0}
-    >>> fit_overlaps(times, nbytes=10, links=links, ranks=2)
-    {'all-to-all': 0.6}
-    """
-    found = {}
-    for name, both in times.items():
-        if not name.startswith(BESIDE):
-            continue
-        kinds = ("all-gather", name.removeprefix(BESIDE))
-        sending = [nbytes * (ranks - 1) / ranks / links[kind].bandwidth for kind in kinds]
-        waiting = max(times[kind] - seconds for kind, seconds in zip(kinds, sending, strict=True))
-        found[kinds[1]] = min(1.0, (waiting + sum(sending) - both) / min(sending))
-    return found
+    return {kind: fit_link(ranks, (small, first[kind]), (large, second[kind])) for kind in first}
 
 
 def _slowest(run: Callable[[], None], device: torch.device) -> float:
@@ -221,13 +193,6 @@ def main(chosen: argparse.Namespace, measure: Callable[..., Result]) -> None:
             show(trials.run(ranks=ranks, shape=shape, steps=steps), trials, size)
 
 
-def fit_device(result: Result, device: str) -> SharedDevice:
-    """Return what was measured of the ranks; overlaps of collectives as large as a block of the model."""
-    ranks, times = result["ranks"], {int(nbytes): seconds for nbytes, seconds in result["collectives"].items()}
-    links, block = fit_links(times, ranks), 24 * result["shape"]["width"] ** 2
-    return SharedDevice(ranks, device, result["compute"], links, fit_overlaps(times[block], block, links, ranks))
-
-
 def show(result: Result, trials: Trials, size: str) -> None:
     """Print a row for each variant: measured, predicted, and what it sends."""
     heads = ("variant", "ms a step", "least", "of stage 3", "predicted", "error, %", "GB a step", "last loss")
@@ -236,13 +201,12 @@ def show(result: Result, trials: Trials, size: str) -> None:
         trials.show(name, heads, [[failure(result), *7 * [None]]])
         return
     device = "cpu" if result["device"] == "cpu" else torch.cuda.get_device_name()
-    shared = fit_device(result, device)
+    times = {int(nbytes): seconds for nbytes, seconds in result["collectives"].items()}
+    shared = SharedDevice(result["ranks"], device, result["compute"], fit_links(times, result["ranks"]))
     rates = (
         f"{kind} {1e-9 * link.bandwidth:.2f} GB/s, {1e3 * link.latency:.1f} ms" for kind, link in shared.links.items()
     )
-    overlaps = (f"of an all-gather and a {kind} {share:.2f}" for kind, share in shared.overlaps.items())
     print(f"\n{name}: forward and backward {1e3 * shared.compute_seconds:.1f} ms; {'; '.join(rates)}")
-    print(f"overlap {', '.join(overlaps)}")
     medians = {name: 1e3 * statistics.median(times) for name, times in result["times"].items()}
     traced = trace_gpt(GPTConfig(**result["shape"]), **OPTIONS)
     for variant, median in medians.items():

@@ -529,23 +529,16 @@ def test_a_step_of_ranks_that_share_a_gpu_is_its_bytes_and_its_computation() -> 
     config = GPTConfig(vocab_size=512, context=32, layers=3, heads=4, width=128)
     traced = shared_gpu.trace_gpt(config, precision="bf16", backwards=1)
 
-    def predict(
-        strategy: Strategy, ranks: int, latency: float, overlaps: dict[str, float] | None = None, **rates: float
-    ) -> Any:
+    def predict(strategy: Strategy, ranks: int, latency: float, **rates: float) -> Any:
         kinds = {"all-gather": "gather", "reduce-scatter": "reduce", "all-to-all": "exchange"}
         links = {kind: Link(bandwidth=rates.get(name, 1e18), latency=latency) for kind, name in kinds.items()}
-        return shared_gpu.SharedDevice(ranks, "NVIDIA H200", 2.0, links, overlaps or {}).predict(traced, strategy)
+        return shared_gpu.SharedDevice(ranks, "NVIDIA H200", 2.0, links).predict(traced, strategy)
 
     for strategy in wire.VARIANTS.values():
         slow = predict(strategy, 4, 0.0, gather=4e4, reduce=2e4, exchange=3e4)
         reduce_rate = 3e4 if strategy.reduce_wire else 2e4
         bytes_seconds = 0.75 * (slow.traffic["all-gather"] / 4e4 + slow.traffic["reduce-scatter"] / reduce_rate)
         assert slow.step == pytest.approx(2 + bytes_seconds, rel=0.01)
-        overlaps = {"all-to-all" if strategy.reduce_wire else "reduce-scatter": 0.5}
-        faster = predict(strategy, 4, 0.0, overlaps, gather=4e4, reduce=2e4, exchange=3e4)
-        shorter = min(slow.traffic["all-gather"] / 2 / 4e4, slow.traffic["reduce-scatter"] / reduce_rate)
-        saved = 0.5 * 0.75 * shorter if strategy.stage == 3 else 0.0  # all-gathers of a backward beside reductions
-        assert faster.step == pytest.approx(slow.step - saved, rel=0.01)
         assert predict(strategy, 2, 0.0).step == pytest.approx(2.0, rel=0.01)
         for ranks in (2, 4):  # 5 units; in every stage their all-gathers and reductions, one after the other, or beside
             late = predict(strategy, ranks, 100.0).step / (100.0 * (ranks - 1))
