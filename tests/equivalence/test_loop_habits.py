@@ -7,6 +7,7 @@ import functools
 import math
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -630,3 +631,57 @@ def test_replaced_param_groups_are_refused() -> None:
     optimizer.param_groups = [dict(group, lr=5.0) for group in optimizer.param_groups]
     with pytest.raises(RuntimeError, match=r"change the groups in place \(optimizer\.param_groups\[0\]\['lr'\] = …\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["remove", "add", "replace"])
+def test_groups_that_are_changed_in_the_list_are_refused(change: str) -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(groups, lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    if change == "remove":
+        del optimizer.param_groups[1]
+    elif change == "add":
+        optimizer.param_groups.append(optimizer.param_groups[0])
+    else:
+        optimizer.param_groups[0] = dict(optimizer.param_groups[0], lr=5.0)
+    with pytest.raises(RuntimeError, match="had 2 groups, and some were added, removed or replaced"):
+        optimizer.step()
+
+
+STATE_HABITS: dict[str, Any] = {
+    "read": lambda optimizer, weight: optimizer.state[weight],
+    "get": lambda optimizer, weight: optimizer.state.get(weight),
+    "in": lambda optimizer, weight: weight in optimizer.state,
+    "set": lambda optimizer, weight: optimizer.state.update({weight: {}}),
+    "pop": lambda optimizer, weight: optimizer.state.pop(weight, None),
+    "delete": lambda optimizer, weight: optimizer.state.__delitem__(weight),
+}
+
+
+@pytest.mark.parametrize("habit", STATE_HABITS)
+def test_the_state_of_a_parameter_of_the_model_is_not_silently_empty(habit: str) -> None:
+    model = nn.Linear(2, 2)
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"read them by zeroshard\.full_state\(optimizer, 'weight'\)"):
+        STATE_HABITS[habit](optimizer, model.weight)
+
+
+def test_a_replaced_state_is_refused_and_a_cleared_one_is_that_of_a_new_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    states = optimizer.state
+    copied = copy.deepcopy(states)
+    assert type(copied) is defaultdict and len(copied) == len(states) > 0
+    optimizer.state = defaultdict(dict)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state was replaced .* by optimizer\.state\.clear\(\)"):
+        optimizer.step()
+    optimizer.state = states
+    optimizer.state.clear()
+    before = zeroshard.full_parameter(model, "bias").clone()
+    optimizer.step()
+    torch.testing.assert_close(zeroshard.full_parameter(model, "bias"), before - 0.1)

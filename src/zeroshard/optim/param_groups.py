@@ -112,6 +112,73 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
         return dict, (self.copy(),)
 
 
+class StateView(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[metaclass, misc]
+    """``ShardedOptimizer.state``.
+
+    The inner optimizer's states belong to slices or to what this rank owns, never to a parameter of the model: with one
+    as the key, a plain dictionary would return an empty state, and keep what is written to it, without any effect.
+
+    >>> weight, inner = nn.Parameter(torch.ones(2)), {}
+    >>> state = StateView(inner)
+    >>> state[weight] = {"step": 1}
+    >>> weight in state, len(state), list(state.values()), isinstance(state, dict)
+    (True, 1, [{'step': 1}], True)
+    >>> state.clear()
+    >>> inner
+    {}
+    """
+
+    def __init__(self, inner: MutableMapping[Any, Any]) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def _check(self, key: Any) -> Any:
+        info = param_info(key) if isinstance(key, torch.Tensor) else None
+        if info is not None:
+            raise RuntimeError(
+                f"optimizer.state has the states of this rank's shards, not those of {info.name!r}: read them by "
+                f"zeroshard.full_state(optimizer, {info.name!r}), change them by optimizer.load_state_dict(), or drop "
+                "all by optimizer.state.clear()"
+            )
+        return key
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the state of a slice."""
+        return self._inner[self._check(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Set the state of a slice."""
+        self._inner[self._check(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        """Delete the state of a slice."""
+        del self._inner[self._check(key)]
+
+    def __contains__(self, key: Any) -> bool:
+        """Return whether there is a state of a slice."""
+        return self._check(key) in self._inner
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a slice if there is one."""
+        return self._inner.get(self._check(key), default)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the slices."""
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        """Return the number of states."""
+        return len(self._inner)
+
+    def __repr__(self) -> str:
+        """Return the repr of the plain dictionary."""
+        return repr(self._inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy as a plain dictionary."""
+        return copy.deepcopy(self._inner, memo)
+
+
 class StepChecker:
     """Check that all ranks step with the same hyper-parameters and the same gradients, in an all-reduce needed anyway.
 
@@ -302,7 +369,13 @@ class ParamGroups:
         self._step.slice_guard.guard(group["params"])
 
     def check_unchanged(self) -> None:
-        """Raise if parameters were added to or removed from the list of a group: it would have no effect."""
+        """Raise if groups, or parameters of a group, were added to or removed from a list: it would have no effect."""
+        if len(self.names) != len(self.views) or {*map(type, self.views)} != {ParamGroupView}:
+            raise RuntimeError(
+                f"optimizer.param_groups had {len(self.names)} groups, and some were added, removed or replaced in the "
+                "list, which has no effect: change groups in place (optimizer.param_groups[0]['lr'] = …); to train "
+                "more, call optimizer.add_param_group(); to train fewer, call zeroshard.unwrap() and shard again"
+            )
         for names, view in zip(self.names, self.views, strict=True):
             if len(names) != len(view.parameters):
                 raise RuntimeError(

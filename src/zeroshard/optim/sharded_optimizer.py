@@ -21,7 +21,7 @@ from zeroshard.optim.elementwise_check import RuleChecker, find_whole_param_grou
 from zeroshard.optim.local_steps import LocalSteps
 from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.optimizer_copy import read_state_dict
-from zeroshard.optim.param_groups import ParamGroups
+from zeroshard.optim.param_groups import ParamGroups, StateView
 from zeroshard.optim.routing import check_empty_groups, find_routing
 from zeroshard.optim.state_dict import (
     OptimizerStates,
@@ -34,9 +34,10 @@ from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
 
-REPLACED_GROUPS_ERROR = (
-    "optimizer.param_groups was replaced by another list, which zeroshard would not use: change the groups in place "
-    "(optimizer.param_groups[0]['lr'] = …), or call optimizer.load_state_dict()"
+REPLACED_ERROR = (
+    "optimizer.param_groups or optimizer.state was replaced by another object, which zeroshard would not use: change "
+    "the groups in place (optimizer.param_groups[0]['lr'] = …), drop all states by optimizer.state.clear(), or "
+    "call optimizer.load_state_dict()"
 )
 
 
@@ -147,7 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0, device="cpu")], {})
         self.param_groups = self._groups.views  # type: ignore[assignment]
-        self.state, self.defaults = inner.state, inner.defaults
+        self.state, self.defaults = StateView(inner.state), inner.defaults  # type: ignore[assignment]
         for group, is_whole in zip(inner.param_groups, needs_whole, strict=True):
             self._groups.add([names[id(parameter)] for parameter in group["params"]], is_whole)
         self._load_states(states)
@@ -237,8 +238,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         guard.check_states_reloaded()
         guard.check_not_gathered("optimizer.step()")
         groups: list[Any] = self.param_groups
-        if groups is not self._groups.views:
-            raise RuntimeError(REPLACED_GROUPS_ERROR)
+        if groups is not self._groups.views or not isinstance(self.state, StateView):
+            raise RuntimeError(REPLACED_ERROR)
         if closure is not None:
             self._groups.check_frozen_grads()
             with torch.enable_grad():
