@@ -712,6 +712,49 @@ def test_hooks_on_the_state_dict_are_called_as_in_torch() -> None:
     assert second == (["before read", *read, "after load"], 0.125)
 
 
+def test_a_state_dict_of_another_class_is_refused() -> None:
+    """Its states would be kept, and the momentum would silently start at zero."""
+    given = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))])
+    for kind in (torch.optim.Muon, torch.optim.SGD):
+        model = nn.Linear(4, 4, bias=False)
+        _, optimizer = zeroshard.shard(model, kind(model.parameters(), lr=0.1, momentum=0.9))
+        with pytest.raises(
+            ValueError, match=f"the state dict is not of {kind.__name__}: its group 0 has no .*'momentum'"
+        ):
+            optimizer.load_state_dict(given.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.NAdam])
+def test_step_counts_and_options_of_earlier_versions_are_loaded_as_by_torch(kind: Any) -> None:
+    x = torch.arange(12.0).view(3, 4) / 12
+
+    def train(model: Any, optimizer: Any) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with seeded(0):
+        plain = nn.Linear(4, 4)
+    ours = copy.deepcopy(plain)
+    sides = [(plain, kind(plain.parameters())), zeroshard.shard(ours, kind(ours.parameters(), maximize=True))]
+    train(*sides[0])
+    old = copy.deepcopy(sides[0][1].state_dict())
+    for state in old["state"].values():
+        state["step"] = int(state["step"])
+    for group in old["param_groups"]:
+        del group["maximize"]
+    with torch.no_grad(), zeroshard.gathered(ours, write_rank=0):
+        for parameter, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(other)
+    for model, optimizer in sides:
+        optimizer.load_state_dict(copy.deepcopy(old))
+        train(model, optimizer)
+    assert all(type(state["step"]) is int for state in old["state"].values())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(zeroshard.full_parameter(ours, name), parameter.detach())
+
+
 def test_a_loaded_state_dict_does_not_change_with_the_optimizer() -> None:
     model = nn.Linear(3, 2)
     model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5)), stage=2)

@@ -298,24 +298,49 @@ def number_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 def read_state_dict(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], shapes: list[list[torch.Size]], dtype: torch.dtype
-) -> dict[Any, dict[str, Any]]:
-    """Return the states in a state dict by id, in the form in which the optimizer stores them.
+) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """Return the groups of a state dict, and its states by id, in the form in which the optimizer stores them.
 
     A class may have its own ``load_state_dict``, because its ``state_dict()`` has another form: bitsandbytes nests
-    quantized states. ``shapes`` of the parameters by group; ``dtype``: that of the updates.
+    quantized states. By ``__setstate__``, torch's own complete the options and convert the step counts of earlier
+    versions. ``shapes`` of the parameters by group; ``dtype``: that of the updates. Raise if options are missing then.
 
     >>> sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-    >>> state_dict = {"state": {0: {"momentum_buffer": torch.zeros(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    >>> read_state_dict(sgd, state_dict, [[torch.Size([2])]], torch.float32)
-    {0: {'momentum_buffer': tensor([0., 0.])}}
+    >>> adam = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    >>> groups, states = read_state_dict(sgd, sgd.state_dict(), [[torch.Size([2])]], torch.float32)
+    >>> groups[0]["lr"], states
+    (0.1, {})
+    >>> read_state_dict(sgd, adam.state_dict(), [[torch.Size([2])]], torch.float32)
+    Traceback (most recent call last):
+        ...
+    ValueError: the state dict is not of SGD: its group 0 has no 'dampening', 'momentum'. Load one of the same class
     """
+    groups: list[dict[str, Any]] = state_dict["param_groups"]
     states: dict[Any, dict[str, Any]] = state_dict["state"]
-    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        return states
-    clone = OptimizerCopier(optimizer, torch.device("cpu")).clone
-    scalar = torch.zeros((), dtype=dtype, device="cpu")  # expanded: the parameters take no memory
-    clone.param_groups = [{"params": [nn.Parameter(scalar.expand(shape)) for shape in group]} for group in shapes]
-    clone.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
-    parameters = [p for group in clone.param_groups for p in group["params"]]
-    ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
-    return {param_id: clone.state[p] for param_id, p in zip(ids, parameters, strict=True) if p in clone.state}
+    kind = type(optimizer)
+    has_own_load = kind.load_state_dict is not torch.optim.Optimizer.load_state_dict
+    if has_own_load or kind.__setstate__ is not torch.optim.Optimizer.__setstate__:
+        clone = OptimizerCopier(optimizer, torch.device("cpu")).clone
+        scalar = torch.zeros((), dtype=dtype, device="cpu")  # expanded: the parameters take no memory
+        by_group = [[nn.Parameter(scalar.expand(shape)) for shape in group] for group in shapes]
+        ids = [param_id for group in groups for param_id in group["params"]]
+        parameters = [p for group in by_group for p in group]
+        if has_own_load:
+            clone.param_groups = [{"params": group} for group in by_group]
+            clone.load_state_dict({"state": states, "param_groups": groups})
+        else:
+            pairs = zip(parameters, ids, strict=True)
+            found = defaultdict(dict, {p: dict(states[param_id]) for p, param_id in pairs if param_id in states})
+            listed = [{**group, "params": params} for group, params in zip(groups, by_group, strict=True)]
+            clone.__setstate__({"state": found, "param_groups": listed})
+        groups = clone.param_groups
+        states = {param_id: clone.state[p] for param_id, p in zip(ids, parameters, strict=True) if p in clone.state}
+    for number, group in enumerate(groups):
+        # torch adds "differentiable" to the defaults of an optimizer that was loaded, and not to its groups
+        missing = sorted(key for key in optimizer.defaults if key not in group and key != "differentiable")
+        if missing:
+            raise ValueError(
+                f"the state dict is not of {kind.__name__}: its group {number} has no "
+                f"{', '.join(map(repr, missing))}. Load one of the same class"
+            )
+    return groups, states

@@ -335,8 +335,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names, shapes = [name for group in self.group_param_names for name in group], self._states.full_shapes()
         dtype = _update_dtype(self._engine.context.config) or self.param_groups[0]["params"][0].dtype
         group_shapes = [[shapes[name] for name in group] for group in self.group_param_names]
-        states = read_state_dict(self.inner, state_dict, group_shapes, dtype)
-        param_ids = [param_id for group in groups for param_id in group["params"]]
+        groups, states = read_state_dict(self.inner, state_dict, group_shapes, dtype)
+        param_ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
         found = {name: states[param_id] for name, param_id in zip(names, param_ids, strict=True) if param_id in states}
         self._states.check_full(found)
         for group, loaded in zip(self.param_groups, groups, strict=True):
