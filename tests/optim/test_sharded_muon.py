@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from one_pass import in_one_pass
-from plain import Skips, assert_equal, batches, make_net, net_loss, split
+from plain import Skips, assert_close, assert_equal, batches, make_net, net_loss, split
 from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,6 +216,53 @@ def test_a_group_that_is_added_later_is_on_the_shards_too() -> None:
 
     ours, wanted = (run_threads(2, body, kind)[0] for kind in (torch.optim.Muon, OwnMuon))
     assert_equal(ours, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_group_that_goes_over_to_adamw_is_updated_by_it(stage: int) -> None:
+    def train(model: nn.Module, optimizer: Any) -> None:
+        adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.01, eps=1e-3).param_groups[0]
+        for number in range(4):
+            net_loss(model, DATA[0]).backward()  # the same on all ranks
+            if number == 2:
+                optimizer.state.clear()
+                optimizer.param_groups[0].update({k: v for k, v in adamw.items() if k != "params"}, rule="adamw")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return MuonWithAdamW(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02), None)
+
+    def body(rank: int) -> Any:
+        model = copy.deepcopy(BASE)
+        model, optimizer = zeroshard.shard(model, make(model), stage=stage)
+        train(model, optimizer)
+        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+    plain = copy.deepcopy(BASE)
+    train(plain, make(plain))
+    assert_close(run_threads(2, body)[0], {name: p.detach() for name, p in plain.named_parameters()})
+
+
+def test_a_group_that_muon_cannot_update_is_refused() -> None:
+    model = copy.deepcopy(BASE)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    model, muon = zeroshard.shard(model, torch.optim.Muon(matrices, lr=0.02))
+    with pytest.raises(ValueError, match=r"Muon updates matrices, .* has the shape \(17,\)"):
+        muon.add_param_group({"params": [model.blocks[0].up.bias]})
+    assert len(muon.param_groups) == len(muon.inner.param_groups) == 1
+
+
+def test_a_group_without_a_known_rule_is_refused() -> None:
+    model = copy.deepcopy(BASE)
+    both = MuonWithAdamW(torch.optim.Muon([model.head.weight]), torch.optim.AdamW([model.head.bias]))
+    model, optimizer = zeroshard.shard(model, both)
+    with pytest.raises(ValueError, match=r'needs the option "rule", .* got None'):
+        optimizer.add_param_group({"params": [model.blocks[0].up.weight]})
+    net_loss(model, DATA[0]).backward()
+    optimizer.param_groups[1]["rule"] = "adam"
+    with pytest.raises(ValueError, match=r"needs the option .rule., .* got 'adam'"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["hook", "step"])

@@ -28,7 +28,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:
         parts = {"muon": muon, **({"adamw": adamw} if adamw is not None else {})}
-        super().__init__([{**group, "rule": name} for name, part in parts.items() for group in part.param_groups], {})
+        groups = [{**group, "rule": name} for name, part in parts.items() for group in part.param_groups]
+        super().__init__(groups, {"rule": ""})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with all options of its rule."""
+        _check_rule(param_group)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,6 +43,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            _check_rule(group)
         for name, rule in RULES.items():
             groups = [group for group in self.param_groups if group["rule"] == name]
             if groups:
@@ -44,6 +52,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 part.__setstate__({"state": self.state, "param_groups": groups, "defaults": {}})
                 step_in_batches(part)
         return loss
+
+
+def _check_rule(group: Mapping[str, Any]) -> None:
+    if group.get("rule") not in RULES:
+        raise ValueError(
+            'each group of MuonWithAdamW needs the option "rule", "muon" or "adamw", and all options of that rule: got '
+            f"{group.get('rule')!r}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ Muon in batches

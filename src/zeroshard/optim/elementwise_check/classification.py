@@ -76,6 +76,13 @@ def find_whole_param_groups(
         return [not elementwise] * len(groups)
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return [False] * len(groups)
+    for group in groups if type(optimizer) in (torch.optim.Muon, MuonWithAdamW) else ():
+        shape = next((p.shape for p in group["params"] if p.dim() != 2), None)
+        if shape is not None and group.get("rule", "muon") == "muon":
+            raise ValueError(
+                f"Muon updates matrices, and a parameter of the group has the shape {tuple(shape)}: give it to another "
+                "optimizer, or to a group of AdamW in MuonWithAdamW"
+            )
     if type(optimizer) is MuonWithAdamW:
         return [group["rule"] == "muon" for group in groups]
     if type(optimizer) in WHOLE_PARAM_OPTIMIZERS:

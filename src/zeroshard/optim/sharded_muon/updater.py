@@ -198,7 +198,7 @@ class MuonUpdater:
         for param, group in self._groups.items():
             dtypes.setdefault(id(group), set()).add(param.dtype)
         groups = {id(group): group for group in self._groups.values()}
-        return all(is_known_group(group, dtypes[key]) for key, group in groups.items())
+        return all(runs_on_shards(self._inner, group, dtypes[key]) for key, group in groups.items())
 
     def split_batches(self, params: Sequence[WholeParam]) -> list[list[WholeParam]]:
         """Split matrices into batches of one exchange each, the same on all ranks."""
