@@ -649,6 +649,25 @@ def test_groups_that_are_changed_in_the_list_are_refused(change: str) -> None:
         optimizer.step()
 
 
+INNER_HABITS: dict[str, Any] = {
+    "load": lambda inner: inner.load_state_dict(inner.state_dict()),
+    "add": lambda inner: inner.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    "state": lambda inner: setattr(inner, "state", defaultdict(dict)),
+    "groups": lambda inner: setattr(inner, "param_groups", [dict(group, lr=5.0) for group in inner.param_groups]),
+}
+
+
+@pytest.mark.parametrize("habit", INNER_HABITS)
+def test_the_optimizer_given_to_shard_is_not_changed_behind_its_shards(habit: str) -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = zeroshard.shard(model, inner)
+    INNER_HABITS[habit](inner)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call load_state_dict\(\), .* on the optimizer that shard\(\) returned"):
+        optimizer.step()
+
+
 STATE_HABITS: dict[str, Any] = {
     "read": lambda optimizer, weight: optimizer.state[weight],
     "get": lambda optimizer, weight: optimizer.state.get(weight),

@@ -22,6 +22,16 @@ from zeroshard.optim.step import OptimizerStep
 from zeroshard.optim.whole_params import WholeParam
 
 DIGEST_BYTES = 8
+REPLACED_ERROR = (
+    "optimizer.param_groups or optimizer.state was replaced by another object, which zeroshard would not use: change "
+    "the groups in place (optimizer.param_groups[0]['lr'] = …), drop all states by optimizer.state.clear(), or "
+    "call optimizer.load_state_dict()"
+)
+CHANGED_INNER_ERROR = (
+    "the groups or the states of the optimizer that was passed to zeroshard.shard() were added or replaced, which its "
+    "shards do not follow: call load_state_dict(), add_param_group() and all else on the optimizer that shard() "
+    "returned"
+)
 
 
 class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[metaclass, misc]
@@ -44,21 +54,21 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter], needs_whole: bool = False) -> None:
         super().__init__()
-        self._inner, self.parameters, self.needs_whole = inner, parameters, needs_whole
+        self.inner, self.parameters, self.needs_whole = inner, parameters, needs_whole
         self._param_names = inner.get("param_names")  # of ``parameters``; the inner group may have fewer
 
     def __getitem__(self, key: str) -> Any:
         """Return the model's parameters for "params", and their names; else the inner group's entry."""
         if key == "param_names" and self._param_names is not None:
             return self._param_names
-        return self.parameters if key == "params" else self._inner[key]
+        return self.parameters if key == "params" else self.inner[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set an entry of the inner group."""
         if key == "param_names" and self._param_names is not None:
             self._param_names = value
         elif key != "params":
-            self._inner[key] = value
+            self.inner[key] = value
         elif value is not self.parameters:
             raise RuntimeError(
                 "the parameters of a group cannot be replaced after zeroshard.shard(): call "
@@ -69,15 +79,15 @@ class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
         """Delete an entry of the inner group."""
         if key == "params":
             raise RuntimeError("the parameters of a group cannot be deleted while the model is sharded")
-        del self._inner[key]
+        del self.inner[key]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the keys."""
-        return iter(self._inner)
+        return iter(self.inner)
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return len(self._inner)
+        return len(self.inner)
 
     # A dictionary's own operators would use its storage, which is empty.
 
@@ -130,7 +140,7 @@ class StateView(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[metac
 
     def __init__(self, inner: MutableMapping[Any, Any]) -> None:
         super().__init__()
-        self._inner = inner
+        self.inner = inner
 
     def _check(self, key: Any) -> Any:
         info = param_info(key) if isinstance(key, torch.Tensor) else None
@@ -144,39 +154,39 @@ class StateView(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[metac
 
     def __getitem__(self, key: Any) -> Any:
         """Return the state of a slice."""
-        return self._inner[self._check(key)]
+        return self.inner[self._check(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Set the state of a slice."""
-        self._inner[self._check(key)] = value
+        self.inner[self._check(key)] = value
 
     def __delitem__(self, key: Any) -> None:
         """Delete the state of a slice."""
-        del self._inner[self._check(key)]
+        del self.inner[self._check(key)]
 
     def __contains__(self, key: Any) -> bool:
         """Return whether there is a state of a slice."""
-        return self._check(key) in self._inner
+        return self._check(key) in self.inner
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a slice if there is one."""
-        return self._inner.get(self._check(key), default)
+        return self.inner.get(self._check(key), default)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the slices."""
-        return iter(self._inner)
+        return iter(self.inner)
 
     def __len__(self) -> int:
         """Return the number of states."""
-        return len(self._inner)
+        return len(self.inner)
 
     def __repr__(self) -> str:
         """Return the repr of the plain dictionary."""
-        return repr(self._inner)
+        return repr(self.inner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a deep copy as a plain dictionary."""
-        return copy.deepcopy(self._inner, memo)
+        return copy.deepcopy(self.inner, memo)
 
 
 class StepChecker:
@@ -368,15 +378,24 @@ class ParamGroups:
             group["param_names"] = [labels[param.name] for param in owned]
         self._step.slice_guard.guard(group["params"])
 
-    def check_unchanged(self) -> None:
-        """Raise if groups, or parameters of a group, were added to or removed from a list: it would have no effect."""
+    def check_unchanged(self, groups: Any, states: Any) -> None:
+        """Raise if the user's code has replaced groups or states, or changed a list of them: it would have no effect.
+
+        ``groups`` and ``states`` are those of the sharded optimizer.
+        """
+        if groups is not self.views or not isinstance(states, StateView):
+            raise RuntimeError(REPLACED_ERROR)
+        if states.inner is not self.inner.state or len(self.inner.param_groups) != len(self.names):
+            raise RuntimeError(CHANGED_INNER_ERROR)
         if len(self.names) != len(self.views) or {*map(type, self.views)} != {ParamGroupView}:
             raise RuntimeError(
                 f"optimizer.param_groups had {len(self.names)} groups, and some were added, removed or replaced in the "
                 "list, which has no effect: change groups in place (optimizer.param_groups[0]['lr'] = …); to train "
                 "more, call optimizer.add_param_group(); to train fewer, call zeroshard.unwrap() and shard again"
             )
-        for names, view in zip(self.names, self.views, strict=True):
+        for names, view, group in zip(self.names, self.views, self.inner.param_groups, strict=True):
+            if view.inner is not group:
+                raise RuntimeError(CHANGED_INNER_ERROR)
             if len(names) != len(view.parameters):
                 raise RuntimeError(
                     f"a parameter group had {len(names)} parameters at shard() and has {len(view.parameters)} now, "

@@ -34,12 +34,6 @@ from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 from zeroshard.utils.profiling import label
 
-REPLACED_ERROR = (
-    "optimizer.param_groups or optimizer.state was replaced by another object, which zeroshard would not use: change "
-    "the groups in place (optimizer.param_groups[0]['lr'] = …), drop all states by optimizer.state.clear(), or "
-    "call optimizer.load_state_dict()"
-)
-
 
 class _ModeSwitch:
     """Redirects ``train()`` and ``eval()`` of a schedule-free optimizer, on it and on the sharded optimizer.
@@ -237,9 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss, engine, guard = None, self._engine, self._engine.state_guard
         guard.check_states_reloaded()
         guard.check_not_gathered("optimizer.step()")
-        groups: list[Any] = self.param_groups
-        if groups is not self._groups.views or not isinstance(self.state, StateView):
-            raise RuntimeError(REPLACED_ERROR)
+        self._groups.check_unchanged(self.param_groups, self.state)
         if closure is not None:
             self._groups.check_frozen_grads()
             with torch.enable_grad():
@@ -249,7 +241,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 give_matrices_to_owners(self._states, self._groups, engine)
             which, backwards = self._member.label, self._member.backwards
             engine.order.begin_pass(f"step{which} after {backwards} backwards{engine.gradients.scaled_suffix}")
-            self._groups.check_unchanged()
             self._groups.check_frozen_grads()
             model_backwards = self._member.begin_step()
             engine.reduce_pending()
