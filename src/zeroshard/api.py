@@ -271,7 +271,7 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptim
     for each, state in zip(optimizers, states, strict=True):
         if sharded.tp_state is not None:
             sharded.tp_state.shard_optimizer_states(state, each.group_param_names)
-        each.restore_train_eval()
+        each.restore_inner()
         each.inner.state.clear()
         for group, names in zip(each.inner.param_groups, each.group_param_names, strict=True):
             group["params"] = [parameters[name] for name in names]

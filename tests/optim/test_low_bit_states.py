@@ -111,14 +111,44 @@ def test_states_of_few_bits_are_those_of_the_plain_run(name: str, tmp_path: Path
         assert_same_bits(loaded, expected)
 
 
-def test_overrides_of_single_parameters_are_refused() -> None:
-    """They belong to an index in a group, or to the id of a parameter; on a rank, groups have other parameters."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = make_model()
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles its update in 32 bits
+def train_with_overrides(model: Any, first: int, last: int, path: str | None = None, stage: int | None = None) -> Any:
+    """Train with 32 bits for one matrix and a learning rate of its own for another, as options of bitsandbytes."""
+    bitsandbytes = importlib.import_module("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+    optimizer = make("bitsandbytes.optim.AdamW8bit", model)
+    manager.override_config(model[2].weight, "lr", 0.03)
     try:
-        manager.override_config(model[0].weight, "optim_bits", 32)
-        with pytest.raises(ValueError, match=r"'mng' holds the id\(\) of a parameter"):
-            zeroshard.shard(model, make("bitsandbytes.optim.AdamW8bit", model))
+        if stage is not None:
+            model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+            if path is not None and first > 0:
+                zeroshard.load(path, model, optimizer)
+        train(model, optimizer, first, last)
+        if path is not None and first == 0:
+            zeroshard.save(path, model, optimizer)
+        states = optimizer.state_dict()["state"]  # type: ignore[attr-defined]
     finally:
         manager.initialize()
+    nested = [state | state.get("__bnb_optimizer_quant_state__", {}) for state in states.values()]  # of the plain run
+    parameters = full_parameters(model) if stage is not None else {}
+    return parameters, [state["state1"].dtype for state in nested]
+
+
+def save_and_resume_with_overrides(rank: int, first: int, last: int, stage: int, path: str) -> Any:
+    return train_with_overrides(make_model(), first, last, path, stage)
+
+
+@pytest.mark.slow(seconds=10)
+def test_overrides_of_single_parameters_are_those_of_the_plain_run(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = make_model()
+    _, dtypes = train_with_overrides(model, 0, STEPS)
+    expected = {key: p.detach() for key, p in model.named_parameters()}
+    assert dtypes == [torch.float32, torch.float32, torch.uint8]  # the second has less than 4096 elements
+    path = str(tmp_path / "a")
+    run_processes(2, save_and_resume_with_overrides, 0, STEPS // 2, 2, path)
+    for parameters, found in run_processes(4, save_and_resume_with_overrides, STEPS // 2, STEPS, 3, path):
+        assert_same_bits(parameters, expected)
+        assert found == dtypes

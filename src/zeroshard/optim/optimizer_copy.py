@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.optim.param_overrides import is_manager, make_empty_manager
 from zeroshard.optim.slices import is_elementwise
 
 MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
@@ -124,6 +125,8 @@ class OptimizerCopier:
                 f"{where} holds a {type(value).__name__}, whose parameters it would still use on shards. If it wraps "
                 "an optimizer, pass that one to shard()"
             )
+        if is_manager(value):
+            return make_empty_manager(value)  # the sharded optimizer has another one, too
         if _is_plain_object(value):
             clone = self._objects.setdefault(id(value), None)
             if clone is None:

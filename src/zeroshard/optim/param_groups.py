@@ -17,6 +17,7 @@ from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, FlatParam, GradHistor
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.model_optimizers import Membership
+from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.slices import OptimizerSlice, make_slices
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.optim.whole_params import WholeParam
@@ -314,7 +315,8 @@ class ParamGroups:
         cpu_updates: CpuUpdates | None,
         step: OptimizerStep,
     ) -> None:
-        engine = self._engine = member.shared.engine
+        engine, self.overrides = member.shared.engine, ParamOverrides(inner)
+        self._engine = engine
         self.inner, self.member, self._cpu_updates = inner, member, cpu_updates
         self._step, self.whole, self.muon = step, step.whole, step.muon
         self.names: list[list[str]] = []  # per group, in the order the user gave them
@@ -351,15 +353,19 @@ class ParamGroups:
                 return
             self.muon.add(names, group)
         segments = self._engine.gradients.memory.segments
+        self.overrides.set_owned(index, listed, [])
         self._set_slices(index, make_slices(flats, set(names), self._step.max_slice_numel, segments))
 
     def _set_whole(self, index: int, names: list[str]) -> None:
         """Replace the parameters of a group by those that this rank owns, with the attributes that the user has set."""
-        group = self.inner.param_groups[index]
+        group, listed = self.inner.param_groups[index], self.views[index].parameters
         originals = dict(zip(names, group["params"], strict=True))  # placeholders if it was added later
+        by_original, by_listed = (self.overrides.find(index, each) for each in (group["params"], listed))
+        options = {name: a or b for name, a, b in zip(names, by_original, by_listed, strict=True)}
         owned = self.whole.add(names)
         for param in owned:
             param.copy_attributes(originals.get(param.name))
+        self.overrides.set_owned(index, listed, [options[param.name] for param in owned])
         self._set_owned(index, names, owned)
 
     def set_whole_matrices(self) -> None:
@@ -385,6 +391,7 @@ class ParamGroups:
         """
         if groups is not self.views or not isinstance(states, StateView):
             raise RuntimeError(REPLACED_ERROR)
+        self.overrides.check_unchanged()
         if states.inner is not self.inner.state or len(self.inner.param_groups) != len(self.names):
             raise RuntimeError(CHANGED_INNER_ERROR)
         if len(self.names) != len(self.views) or {*map(type, self.views)} != {ParamGroupView}:

@@ -22,6 +22,7 @@ from zeroshard.optim.local_steps import LocalSteps
 from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.optimizer_copy import read_state_dict
 from zeroshard.optim.param_groups import ParamGroups, StateView
+from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.routing import check_empty_groups, find_routing
 from zeroshard.optim.state_dict import (
     OptimizerStates,
@@ -175,9 +176,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether backwards since its last step have left gradients that its loop has not cleared before."""
         return self._member.backwards > 0 and not self._member.discards_grads and self._groups.has_grads()
 
-    def restore_train_eval(self) -> None:
-        """Restore the inner optimizer's own ``train()`` and ``eval()``."""
+    def restore_inner(self) -> None:
+        """Restore what ``shard()`` has replaced in the inner optimizer, except groups and states."""
         self._mode_switch.restore()
+        self._groups.overrides.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the fp16 loss scale; with other precisions return it unchanged."""
@@ -295,6 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new_group, config = {**self.inner.defaults, **param_group, "params": params}, engine.context.config
         check_empty_groups([*self._groups.as_named(), new_group])
         (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), [new_group])
+        needs_whole = needs_whole or any(self._groups.overrides.find(len(self._groups.names), params))
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         # The inner optimizer checks the group and adds defaults. Its parameters are replaced, and take no memory.
@@ -393,7 +396,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], con
     ``names`` are the names of the model's parameters, by id. Return for each group whether it needs whole parameters.
     """
     check_empty_groups(optimizer.param_groups)
-    needs_whole = find_whole_param_groups(optimizer, config.elementwise, _update_dtype(config))
+    overrides = ParamOverrides(optimizer)
+    needs_whole = [
+        is_whole or any(overrides.find(number, optimizer.param_groups[number]["params"]))
+        for number, is_whole in enumerate(find_whole_param_groups(optimizer, config.elementwise, _update_dtype(config)))
+    ]
     whole = {
         id(p)
         for group, is_whole in zip(optimizer.param_groups, needs_whole, strict=True)
