@@ -114,7 +114,7 @@ def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Te
             if src_rank is not None:
                 comm.broadcast(values, src_rank, what)
                 _broadcast_tp_replicated(flat, bucket, values, comm, what)
-            changed.append(_write_bucket(flat, index, values, comm))
+            changed.append(_write_bucket(flat, index, values, comm, None if src_rank is None else what))
     unit.accept_edits()
     if src_rank is None:
         unit.mark_values_changed()
@@ -131,8 +131,13 @@ def _broadcast_tp_replicated(
             comm.broadcast_over_axis(comm.tensor_axis, param_values, what)
 
 
-def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Write new values of a bucket; return whether any value in this rank's shard changed."""
+def _write_bucket(
+    flat: FlatParam, index: int, values: torch.Tensor, comm: Communicator, broadcast: str | None
+) -> torch.Tensor:
+    """Write new values of a bucket; return whether any value in this rank's shard changed.
+
+    ``broadcast``: for what to make the master weights of replicas equal, which the user's edits may have changed.
+    """
     bucket = flat.layout.buckets[index]
     new = values[flat.layout.bucket_shard(bucket, comm.shard_axis.rank).shift(-bucket.start).slice]
     changed = (flat.local_shard(index).to(flat.device) != new).any()
@@ -140,6 +145,9 @@ def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Commu
         master = flat.master.read(flat.shard_ranges[index], flat.device)
         # unchanged elements keep their exact master value
         updated = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))
+        if broadcast is not None:
+            for axis in comm.replicate_axes:
+                comm.broadcast_over_axis(axis, updated, broadcast)
         flat.master.write(flat.shard_ranges[index], updated)
     if not flat.is_partitioned:
         flat.bucket_views[index].copy_(values)
