@@ -287,6 +287,95 @@ def test_edits_in_place_count_whenever_they_are_made(stage: int, options: dict[s
         assert_close(parameters, dict(expected.named_parameters()), 2e-2 if options.get("precision") else 1e-5)
 
 
+def edit_in_place(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        model.get_parameter(NAME).mul_(1 + rank)
+
+
+def edit_data(model: nn.Module, rank: int) -> None:
+    model.get_parameter(NAME).data.mul_(1 + rank)
+
+
+def load_all(model: nn.Module, rank: int) -> None:
+    model.load_state_dict(make_net(5 + rank).state_dict())
+
+
+def load_block(model: nn.Module, rank: int) -> None:
+    model.get_submodule("blocks.1").load_state_dict(make_net(5 + rank).get_submodule("blocks.1").state_dict())
+
+
+@pytest.mark.parametrize("options", [*PLACES, {"precision": "bf16", "offload": "host"}], ids=str)
+@pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
+def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage, **options)
+        for value in (rank, 7, rank):  # all ranks may make the same edit
+            edit(model, value)
+            net_loss(model, split(data[1], rank, 2)).backward()
+            if value == 7:
+                optimizer.step()
+                continue
+            with pytest.raises(RuntimeError, match=r"changed since the last step.*write_rank=0"):
+                optimizer.step()
+            with zeroshard.gathered(model, write_rank=0):
+                pass
+            step(model, optimizer, split(data[1], rank, 2))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
+def test_an_edit_on_one_rank_raises_at_the_step(stage: int, edit: Any, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage, **options)
+        step(model, optimizer, split(data[0], rank, 2))
+        if rank == 1:
+            edit(model, 2)
+        with pytest.raises(RuntimeError, match=r"changed since the last step.*but not on all ranks"):
+            step(model, optimizer, split(data[1], rank, 2))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
+def test_one_rank_may_read_data_and_use_other_values_for_a_while(stage: int, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(3)
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage, **options)
+        for batch in data:
+            step(model, optimizer, split(batch, rank, 2))
+            if rank == 1:
+                assert sum(p.data.norm() for p in model.parameters()) > 0
+            own = copy.deepcopy(model.state_dict())
+            if rank == 1:
+                model.load_state_dict(make_net(5).state_dict())
+                model.load_state_dict(own)
+            if rank == 0:
+                own_values = model.get_parameter(NAME).data.clone()
+                model.get_parameter(NAME).data.zero_()
+                model.get_parameter(NAME).data.copy_(own_values)
+        return masters(model)
+
+    expected = copy.deepcopy(plain)
+    optimizer = sgd(expected)
+    for batch in data:
+        step(expected, optimizer, batch)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, dict(expected.named_parameters()), 2e-2 if options.get("precision") else 1e-5)
+
+
 class Clamped(nn.Module):
     """A layer whose forward changes its own weight, as constrained layers do."""
 

@@ -13,6 +13,7 @@ from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.last_backward import StepPredictor
 from zeroshard.engine.model_checks import check_max_norm, check_model, unwrap_compiled
 from zeroshard.engine.offload_states import OffloadedStates
+from zeroshard.engine.param_access import take_edits
 from zeroshard.engine.param_data import param_versions
 from zeroshard.engine.parameter import PICKLE_ERROR, param_info
 from zeroshard.engine.rank_checks import (
@@ -60,6 +61,7 @@ __all__ = [
     "plan_model",
     "raise_on_join",
     "register_forward_method",
+    "take_edits",
     "unwrap_compiled",
     "verify_same_model",
     "verify_same_tensor_plan",

@@ -280,9 +280,9 @@ class Engine:
         """Return the value of ``parameter.grad`` between backward and the next forward."""
         return self.param_grads.get(info)
 
-    def clear_grad(self, info: ParamInfo) -> None:
-        """Clear the gradient of one parameter."""
-        self.param_grads.clear(info)
+    def set_grad(self, info: ParamInfo, value: torch.Tensor | None) -> None:
+        """Set or clear the gradient of one parameter."""
+        self.param_grads.set(info, value)
 
     # -- between steps ------------------------------------------------------------------------------------------
 

@@ -345,6 +345,8 @@ def _pre_load_state_dict(
         )
     for parameter in module.parameters():
         info, unit = param_info(parameter), unit_of(parameter)
+        if unit is not None and unit.detects_edits and not unit.has_gathered_copy:
+            unit.record_checksum()
         if info is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
             raise RuntimeError(
                 f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "

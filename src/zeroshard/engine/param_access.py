@@ -4,9 +4,16 @@
 Replicated parameters without a master weight are what the optimizer updates, so an in-place edit (an initialisation,
 ``clamp_``, an EMA copied in) needs nothing. With a master weight, the edit must be copied to it. Autograd's version
 counter counts each in-place change, so a counter that has grown since the last check identifies the edited parameters.
-It does not count changes through ``parameter.data`` (``p.data.clamp_(…)``): reading ``data`` is taken as an edit. As in
-data parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is different: the parameter is no
-longer a view of the flat, and neither the optimizer nor an all-gather would see it again, so it raises.
+It does not count changes through ``parameter.data`` (``p.data.clamp_(…)``): reading ``data`` is taken as an edit.
+``parameter.data = …`` is different: the parameter is no longer a view of the flat, and neither the optimizer nor an
+all-gather would see it again, so it raises.
+
+All ranks must make the same edit, or replicas would differ from then on. So the next step compares them, in an
+all-reduce that each step needs anyway (``StepChecker``): each rank sends a number made of the values of its edited
+units, computed on the device, and 0 for none. Some accesses change nothing: one rank alone logs ``p.data.norm()``, or
+evaluates with other weights and restores its own. So before ``data`` is returned or ``load_state_dict`` begins, a
+checksum of the unit is recorded, and if it is the same again at the step, the unit counts as not edited. Nothing
+intercepts other edits before they are made: they count even if they are undone.
 
 Partitioned parameters are a copy that is gathered for a pass: an edit would be lost, so it raises, and so does
 ``parameter.data = …``.
@@ -45,6 +52,7 @@ DATA_PTR = torch.Tensor.data_ptr
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
 MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
 _CHECKSUM_COLUMNS = 256
+_UNKNOWN_CHECKSUM = -1
 
 
 class ParamClasses:
@@ -259,12 +267,15 @@ def _lost_edit_error(name: str, *others: str) -> RuntimeError:
 class ReplicatedEditDetector:
     """Detects changes to a replicated unit's parameters: see [Note: edits of parameters]."""
 
-    def __init__(self, flats: list[FlatParam]) -> None:
-        self._flats = flats
+    def __init__(self, flats: list[FlatParam], is_compared: bool) -> None:
+        """``is_compared``: other ranks have the same values, and must make the same edits."""
+        self._flats, self.is_compared = flats, is_compared
         # the parameters' addresses and version counters when last checked
         self._known_data_ptrs: dict[FlatParam, list[int]] = {}
         self._known_versions: dict[FlatParam, list[int]] = {}
         self._data_aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` in the user's hands
+        # before the first possible edit since the last step, None if there was none
+        self.checksum_before: torch.Tensor | int | None = None
         self._forward_checks_left = MAX_FORWARD_EDIT_CHECKS
         self._has_forward_edits = False  # a forward was found that writes through ``parameter.data``
 
@@ -275,13 +286,38 @@ class ReplicatedEditDetector:
 
     def record_data_alias(self, values: torch.Tensor) -> None:
         """Remember that the user got ``parameter.data`` and may write to it while it is alive."""
-        self._data_aliases.append(weakref.ref(values))
+        if self.has_masters:
+            self._data_aliases.append(weakref.ref(values))
+        self.record_checksum()
+
+    def record_checksum(self) -> None:
+        """Record a checksum of the values before an edit that may follow."""
+        if self.is_compared and not self._find_version_edits() and self.checksum_before is None:
+            self.checksum_before = self.checksum()
+
+    def checksum(self) -> torch.Tensor:
+        """Return one number for all values, except those that are split over the tensor axis."""
+        total = torch.ones((), dtype=torch.int64, device=self._flats[0].device)
+        for flat in self._flats:
+            if not any(flat.tp_shards):
+                sums = _checksum(flat.full).long()
+                total += (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
+        return total
 
     def record_versions(self, flats: Iterable[FlatParam] | None = None) -> None:
         """Record that the masters, of all flats or of these, match the current values."""
         for flat in self._flats if flats is None else flats:
-            if flat.master is not None:
+            if self.is_compared or flat.master is not None:
                 self._known_versions[flat] = param_versions(flat.parameters)
+
+    def _find_version_edits(self) -> list[FlatParam]:
+        """Return the flats whose version counters have grown, and count them as edited when ranks are compared."""
+        tracked = [flat for flat in self._flats if self.is_compared or flat.master is not None]
+        edited = [flat for flat in tracked if param_versions(flat.parameters) != self._known_versions.get(flat)]
+        if edited and self.is_compared:
+            self.record_versions(flat for flat in edited if flat.master is None)
+            self.checksum_before = _UNKNOWN_CHECKSUM if self.checksum_before is None else self.checksum_before
+        return edited
 
     def forget_data_ptrs(self) -> None:
         """Accept that the parameters' memory has moved."""
@@ -309,16 +345,24 @@ class ReplicatedEditDetector:
             addresses = data_ptrs(flat.parameters, flat.has_dtensors)
             if addresses != self._known_data_ptrs[flat]:
                 raise _data_replaced_error(flat.names, self._known_data_ptrs[flat], addresses)
-            is_edited = is_edited or (
-                flat.master is not None and param_versions(flat.parameters) != self._known_versions.get(flat)
-            )
-        return is_edited
+        return any(flat.master is not None for flat in self._find_version_edits()) or is_edited
 
     def _may_have_data_edits(self) -> bool:
         """Return whether the user has ``parameter.data``, or had it since the last call, or forward writes to it."""
         was_read = bool(self._data_aliases)
         self._data_aliases = [alias for alias in self._data_aliases if alias() is not None]
         return was_read or self._has_forward_edits
+
+
+def take_edits(detectors: Sequence[ReplicatedEditDetector]) -> torch.Tensor | None:
+    """Return a number that all ranks get if they have made the same edits since the last call; 0 or None for none."""
+    numbers = []
+    for factor, detector in enumerate(detectors, 1):
+        if detector.checksum_before is not None:
+            checksum = detector.checksum()
+            numbers.append(factor * checksum * (checksum != detector.checksum_before))
+            detector.checksum_before = None
+    return torch.stack(numbers).sum() if numbers else None
 
 
 def _data_replaced_error(names: Sequence[str], known: list[int], addresses: list[int]) -> RuntimeError:

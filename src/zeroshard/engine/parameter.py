@@ -64,8 +64,8 @@ class ParamOwner(Protocol):
     def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
         """Return the value of ``parameter.grad`` between backward and the next forward."""
 
-    def clear_grad(self, info: ParamInfo) -> None:
-        """Clear the gradient of one parameter."""
+    def set_grad(self, info: ParamInfo, value: torch.Tensor | None) -> None:
+        """Set or clear the gradient of one parameter."""
 
 
 def _no_owner() -> None:
@@ -169,13 +169,8 @@ class _ReducedGradMixin:
     def grad(self: Any, value: torch.Tensor | None) -> None:
         info = param_info(self)
         owner = info.owner() if info is not None else None
-        if owner is None or info is None:
-            return
-        if value is not None:
-            raise RuntimeError(
-                f"the gradient of {info.name!r} is kept by zeroshard and cannot be replaced; None clears it"
-            )
-        owner.clear_grad(info)
+        if owner is not None and info is not None:
+            owner.set_grad(info, value)
 
 
 # Functions that need no values: the tensor's metadata is enough.

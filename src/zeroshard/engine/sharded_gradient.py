@@ -76,6 +76,18 @@ class ParamGrads:
         gradients.memory.is_exposed = True
         return flat.view(gradient.shard, info.index)
 
+    def set(self, info: ParamInfo, value: torch.Tensor | None) -> None:
+        """Clear the gradient of one parameter, or set it where no reduced gradients exist."""
+        flat = info.flat()
+        if value is None:
+            self.clear(info)
+        elif flat is None or flat.is_partitioned or self.gradients.has_grads:
+            raise RuntimeError(
+                f"the gradient of {info.name!r} is kept by zeroshard and cannot be replaced; None clears it"
+            )
+        else:
+            flat.parameters[info.index]._grad = value
+
     def clear(self, info: ParamInfo) -> None:
         """Clear the gradient of one parameter."""
         flat, gradients = info.flat(), self.gradients

@@ -305,7 +305,7 @@ class StateGuard:
         units = (*self.replicated_units, *unsharded)
         has_grads = bool(units) and self._gradients.has_grads
         for unit in units:
-            if has_grads or unit.needs_master_sync:
+            if has_grads or unit.detects_edits:
                 unit.expose_reduced_grads()
                 self._has_exposed_grads = True
 

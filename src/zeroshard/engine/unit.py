@@ -56,7 +56,7 @@ class Unit:
         self.is_partitioned = context.placement.parameters
         self.state = UnitState.UNSHARDED
         self.access = ParamAccess(flats, self.is_partitioned)
-        self.replicated_edits = ReplicatedEditDetector(flats)
+        self.replicated_edits = ReplicatedEditDetector(flats, is_compared=context.comm.data_parallel_size > 1)
         # inside gathered(): the parameters have full values in separate memory, in any state
         self.gathered_block: GatheredBlock | None = None
         self.has_returned_views = False  # partitioned: a forward has returned tensors that share its storage
@@ -79,9 +79,9 @@ class Unit:
         return self.gathered_block is not None
 
     @property
-    def needs_master_sync(self) -> bool:
-        """Whether the unit is replicated and the optimizer updates master weights, not the parameters."""
-        return not self.is_partitioned and self.replicated_edits.has_masters
+    def detects_edits(self) -> bool:
+        """Whether the unit is replicated, and an edit must reach master weights or be the same on all ranks."""
+        return not self.is_partitioned and (self.replicated_edits.has_masters or self.replicated_edits.is_compared)
 
     @property
     def is_guarded(self) -> bool:
@@ -250,6 +250,13 @@ class Unit:
             self.access.record_checksums(is_data_read=True)
         else:
             self.replicated_edits.record_data_alias(values)
+
+    def record_checksum(self) -> None:
+        """Record a checksum of a replicated unit before its parameters are edited, if its values are there."""
+        if self.state is UnitState.UNSHARDING:
+            self.wait_for_unshard()
+        if self.state is UnitState.UNSHARDED:
+            self.replicated_edits.record_checksum()
 
     # -- what an access to a parameter meets --------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, FlatParam, GradHistory, Unit, param_info
+from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, FlatParam, GradHistory, Unit, param_info, take_edits
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.model_optimizers import Membership
@@ -191,7 +191,7 @@ class StateView(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[metac
 
 
 class StepChecker:
-    """Check that all ranks step with the same hyper-parameters and the same gradients, in an all-reduce needed anyway.
+    """Check that all ranks step with the same hyper-parameters, gradients and edits, in an all-reduce needed anyway.
 
     Each rank sends digests and their complements. After a MAX all-reduce, each byte and its complement add up to 255
     only if all ranks sent the same. On a GPU the result is read in the next step, so there is no host sync.
@@ -212,27 +212,34 @@ class StepChecker:
         self._options: list[dict[str, Any]] | None = None
         self._grad_history = NO_HISTORY
         self._local_digest = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._received_bytes = bytearray(4 * DIGEST_BYTES)  # read without a torch operation
+        self._received_bytes = bytearray(6 * DIGEST_BYTES)  # read without a torch operation
         self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
         self._pinned = (
-            torch.empty(4 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+            torch.empty(6 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
             if device.type == "cuda"
             else None
         )
         self._copy_done: torch.cuda.Event | None = None  # the copy of the result to the host
 
-    def local_digest(self, groups: Sequence[Mapping[str, Any]], grad_history: GradHistory) -> torch.Tensor:
-        """Return the digests and their complements, as this rank sends them."""
+    def local_digest(
+        self, groups: Sequence[Mapping[str, Any]], grad_history: GradHistory, edits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the digests and their complements, as this rank sends them. ``edits``: see :func:`take_edits`."""
         options = [_numeric_options(group) for group in groups]
         if (options, grad_history) != (self._options, self._grad_history):
             digest = b"".join(
                 hashlib.blake2b(repr(value).encode(), digest_size=DIGEST_BYTES).digest()
                 for value in (options, grad_history)
             )
+            digest += bytes(DIGEST_BYTES)  # no edits
             both = [*digest, *(255 - byte for byte in digest)]
             self._local_digest = torch.tensor(both, dtype=torch.uint8, device=self._device)
             self._options, self._grad_history = options, grad_history
-        return self._local_digest
+        if edits is None:
+            return self._local_digest
+        digest, complement = self._local_digest.view(2, -1)[:, : 2 * DIGEST_BYTES]
+        number = edits.view(1).view(torch.uint8)
+        return torch.cat([digest, number, complement, 255 - number])
 
     def compare(self, largest: torch.Tensor, rank: int) -> None:
         """Raise if the ranks sent different digests. ``largest`` is the maximum of each byte over the ranks."""
@@ -247,10 +254,18 @@ class StepChecker:
 
     def _raise_if_different(self, received: torch.Tensor, rank: int) -> None:
         self._received.copy_(received)
-        digest, complement = self._received_bytes[: 2 * DIGEST_BYTES], self._received_bytes[2 * DIGEST_BYTES :]
+        digest, complement = self._received_bytes[: 3 * DIGEST_BYTES], self._received_bytes[3 * DIGEST_BYTES :]
         sums = list(map(operator.add, digest, complement))
         if set(sums) == {255}:
             return
+        if set(sums[2 * DIGEST_BYTES :]) != {255}:
+            has_unedited = set(complement[2 * DIGEST_BYTES :]) == {255}  # a rank has sent 0
+            raise RuntimeError(
+                "parameters were changed since the last step, in place or by load_state_dict(), "
+                f"{'but not on all ranks' if has_unedited else 'and not to the same values on all ranks'}: each rank "
+                "would train another model. Make the same change on all ranks, or make it inside `with "
+                "zeroshard.gathered(model, write_rank=0):`, which gives all ranks the values of one"
+            )
         if set(sums[:DIGEST_BYTES]) != {255}:
             raise RuntimeError(
                 f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Each "
@@ -525,7 +540,9 @@ class ParamGroups:
         if comm.data_axes and comm.consistency.is_distributed:
             if self._used_flags_cache is None or self._used_flags_cache[0] != flags:
                 self._used_flags_cache = (flags, torch.tensor(flags, dtype=torch.uint8, device=comm.device))
-            digest = self._step_checker.local_digest(self.inner.param_groups, gradients.reduce_queue.history)
+            replicated = self._engine.state_guard.replicated_units
+            edits = take_edits([unit.replicated_edits for unit in replicated]) if replicated else None
+            digest = self._step_checker.local_digest(self.inner.param_groups, gradients.reduce_queue.history, edits)
             merged = torch.cat([self._used_flags_cache[1], digest])
             what = "agree on unused parameters"
             self._engine.order.check(what)

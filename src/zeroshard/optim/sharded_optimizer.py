@@ -251,9 +251,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._needs_tp_grad_check:
                 self._needs_tp_grad_check = False
                 engine.gradients.norms.check_tp_replicated()
-            self._groups.sync_unused_params()
             guard.wait_readers()
             guard.sync_user_edits()
+            self._groups.sync_unused_params()
             engine.release_retained()
             own = self._groups.own
             if own.has_ungrouped:
