@@ -11,7 +11,9 @@ A block with a policy uses torch's non-reentrant checkpointing. So does a block 
 outer checkpoint drops what the inner one saves until the outer one is recomputed, which is the purpose of nesting.
 
 Recomputation uses the current parameter values. If step(), a load or an edit changed them since forward, the gradients
-would match no forward. torch saved none of the parameters, so it cannot detect this; the version counters do.
+would match no forward. torch saved none of the parameters, so it cannot detect this; the version counters do. Besides
+its own parameters a block may be given others, or read them from elsewhere, as a tied head does: those that its first
+forward reads, and that require a gradient, are found in its graph.
 
 Under ``torch.compile`` a block uses torch's checkpointing: the compiler decides what to save, and nothing is
 partitioned or offloaded. A block that calls compiled code is partitioned and offloaded as usual.
@@ -45,6 +47,7 @@ from zeroshard.engine import param_versions
 from zeroshard.memory import MemoryTracker
 from zeroshard.sharding import find_repeated_blocks, matches
 from zeroshard.utils.profiling import label
+from zeroshard.utils.tree import tensors_in
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 RecomputePolicy = Callable[..., Any] | list[Any]
@@ -136,6 +139,7 @@ class CheckpointedForward:
         self.policy = policy
         self._original_forward = forward  # an override on the instance, not the class's forward
         self._verified_axis: MeshAxis | None = None  # axis over which the inputs were verified as replicated
+        self._outer_params: list[nn.Parameter] | None = None  # read from elsewhere; None: no forward has run yet
         self._cached_contents: BlockContents = ([], [])  # while the model is sharded
         self._tracker_ref: weakref.ref[MemoryTracker] | None = None  # tracker of that sharded model
 
@@ -199,7 +203,9 @@ class CheckpointedForward:
         parameters, submodules = self._parameters_and_submodules()
         run = with_module_state(run, [self._block, *submodules])
         given_params = [p for p in tensors if isinstance(p, nn.Parameter) and not p.is_inference()]
-        parameters = [*parameters, *given_params] if given_params else parameters
+        outer_params = [*given_params, *(self._outer_params or ())]
+        parameters = [*parameters, *outer_params] if outer_params else parameters
+        first_node = torch._C._autograd._get_sequence_nr()
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
             self._verified_axis = call.axis
         input_versions = call.input_versions(tensors)
@@ -223,6 +229,10 @@ class CheckpointedForward:
         else:
             with saved_tensors_hooks(call.pack, call.unpack):
                 output = checkpoint(checked_run, *tensors, **options)
+        if self._outer_params is None:
+            known = {id(parameter) for parameter in parameters}
+            self._outer_params = [p for p in _params_in_graph(output, first_node) if id(p) not in known]
+            parameters = [*parameters, *self._outer_params]
         forward_versions += param_versions(parameters)
         call.check_inputs_unchanged(input_versions)
         return output
@@ -243,12 +253,31 @@ class CheckpointedForward:
         name = next(
             (name for (name, parameter), version in named_versions if param_versions([parameter]) != [version]), ""
         )
-        changed = repr(f"{self._name}.{name}".strip(".")) if name else "a parameter that the block was given"
+        name = f"{self._name}.{name}".strip(".") if name else ""
+        changed = repr(name) if name else "a parameter of another module, which the block is given or reads,"
         raise RuntimeError(
             f"{changed} was modified between the forward and the backward of the "
             f"checkpointed block {self._name!r}, which would be recomputed with the new values: call backward() before "
             "step(), a load or an edit of parameters, or run forward again"
         )
+
+
+def _params_in_graph(output: Any, first_node: int) -> list[nn.Parameter]:
+    """Return the parameters that ``output`` depends on through nodes from this sequence number on."""
+    found: dict[int, nn.Parameter] = {}
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, nn.Parameter):
+            found[id(parameter)] = parameter
+        elif node._sequence_nr() >= first_node:
+            nodes += [next_node for next_node, _ in node.next_functions]
+    return list(found.values())
 
 
 def checkpointed_forwards(model: nn.Module) -> dict[str, CheckpointedForward]:
