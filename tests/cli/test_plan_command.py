@@ -392,6 +392,12 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("tiny --checkpoint some", "checkpoint must be one of none, recompute, host, got 'some'"),
         ("tiny --tensor 3", "devices (2) must be a multiple of the tensor degree (3)"),
         ("tiny --batch 7 --tensor 1", "batch 7 cannot be divided over 2 devices"),
+        (
+            "tiny --partition full",
+            "--partition has no effect without the rows of a mesh: give --replicas above 1, or more",
+        ),
+        ("tiny --replicas 1 --partition full --devices 16", "--partition has no effect without the rows of a mesh"),
+        ("--calibrate --batch 4", "--calibrate only measures this machine: leave out --devices, --batch"),
         ("tiny --batch 0", "expected a positive integer (got '0')"),
         ("tiny --devices 0", "expected a positive integer (got '0')"),
         ("tiny --machine cpu --offload host", "--offload host is not possible on a CPU, whose memory is the host's"),

@@ -464,6 +464,19 @@ def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"({rows[3]['layers']} layers)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--largest --batch 64", "--largest does not depend on --batch"),
+        ("--partition full", "--partition has no effect without the rows of a mesh"),
+        ("--partition full --replicas nodes", "--partition has no effect without the rows of a mesh"),
+    ],
+)
+def test_options_without_effect_are_refused(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tiny", "--devices", "4", *argv.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_the_largest_is_offloaded_whatever_the_stage(tmp_path: Path) -> None:
     file = tmp_path / "largest.json"
     shape = "tiny --width 1024 --heads 8 --largest --devices 4 --stage 0 --memory 2GB --json".split()

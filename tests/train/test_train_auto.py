@@ -71,7 +71,7 @@ def text(directory: Path) -> list[str]:
         ("--micro_batch auto --offload auto --device auto", ("offload", "micro-batch")),
         ("--auto --no-recompute", ("stage", "offload", "micro-batch")),
         ("--auto --offload-activations", ("stage", "offload", "micro-batch")),
-        ("--auto --offload-fraction 0.5", ("stage", "recompute", "micro-batch")),
+        ("--auto --offload host --offload-fraction 0.5", ("stage", "recompute", "micro-batch")),
         ("--auto --offload-directory .", EVERY),
         ("--auto --accumulate 2", ("stage", "offload", "recompute")),
         ("--auto --configuration C4", ("offload", "micro-batch")),

@@ -153,6 +153,27 @@ def test_options_of_adapters_are_not_ignored(flags: str) -> None:
     assert read_options(["--model", "llama", "--lora", *flags.split()]).model.lora
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "and_then"),
+    [
+        ("--holdout 0.2 --validation a.txt", ""),
+        ("--partition full", "--replicas 2"),
+        ("--offload-fraction 0.5", "--offload host"),
+        ("--offload-directory .", "--offload disk"),
+        ("--offload-directory . --offload host", "--offload auto"),
+        ("--no-cast-on-gather --stage 2", "--stage 3"),
+        ("--prompt To --sample-tokens 0", "--sample-tokens 9"),
+    ],
+)
+def test_options_without_effect_are_refused(flags: str, and_then: str) -> None:
+    name = flags.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+    with pytest.raises(SystemExit, match=rf"{name} has no effect with|{name} has no effect below"):
+        read_options(flags.split())
+    if and_then:
+        read_options([*flags.split(), *and_then.split()])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -23,6 +23,7 @@ from zeroshard.cli.plan_options import (
     add_mesh_options,
     add_model_options,
     add_wire_options,
+    check_partition,
     float8_options,
     open_machine_and_model,
     outer_optimizer,
@@ -45,6 +46,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"the following argument is required: MODEL, {MODEL_HELP}")
     if options.model is not None and options.devices is None:
         parser.error("the following argument is required: --devices N")
+    if options.model is None:
+        given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
+        flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value and name != "calibrate"]
+        if flags:
+            parser.error(f"without MODEL, --calibrate only measures this machine: leave out {', '.join(flags)}")
     echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
         check_output_files(json=options.json, html=options.html)
@@ -154,6 +160,7 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
     from zeroshard.planner import model_arguments, plans_to_dict
 
     machine, opened = open_machine_and_model(options)
+    check_partition(options, machine, options.devices)
     # raises for invalid inputs before anything is printed
     model_arguments(opened.model, opened.inputs, 1, options.sequence)
     tokens = opened.tokens_per_sample(options.sequence)

@@ -55,6 +55,17 @@ def add_mesh_options(group: argparse._ArgumentGroup, **replicas: Any) -> None:
     )
 
 
+def check_partition(options: argparse.Namespace, machine: Machine, devices: int) -> None:
+    """Raise if a partition of a 2-D mesh is given, and no mesh of the search has several rows."""
+    nodes = machine.nodes(devices)
+    rows = [nodes if given == "nodes" else given for given in options.replicas or ["nodes"]]
+    if options.partition is not None and max(rows) == 1:
+        raise ValueError(
+            "--partition has no effect without the rows of a mesh: give --replicas above 1, or more --devices than the "
+            f"{machine.devices} of a node"
+        )
+
+
 def add_wire_options(group: argparse._ArgumentGroup, default: str) -> None:
     """Add the options for collectives in 8 bits."""
     for flag, what in (

@@ -17,6 +17,7 @@ from zeroshard.cli.plan_options import (
     add_mesh_options,
     add_model_options,
     add_wire_options,
+    check_partition,
     float8_options,
     open_machine_and_model,
     outer_optimizer,
@@ -200,6 +201,7 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
     if options.largest:
         _reject_for_largest(options)
         return _find_largest(options, opened, machine, echo)
+    check_partition(options, machine, max(options.devices))
     needs_mesh = options.partition is not None or max(options.local_steps or [1]) > 1
     more = float8_options(options, opened.model)
     if hyperparams := outer_optimizer(options):
@@ -239,7 +241,7 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
 def _reject_for_largest(options: argparse.Namespace) -> None:
     """Raise for options that the search for the largest model does not have."""
     mesh, local = ("replicas", "partition"), ("local_steps", "outer_lr", "outer_momentum")
-    for name in (*mesh, "gather_dtype", "reduce_wire", "network", *local):
+    for name in ("batch", *mesh, "gather_dtype", "reduce_wire", "network", *local):
         if getattr(options, name) is not None:
             raise ValueError(
                 f"--largest does not depend on --{name.replace('_', '-')}, or cannot search with it: omit it"

@@ -360,6 +360,24 @@ class TrainOptions:
         self.training.check()
         self.sharding.check()
         self.run.check()
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Raise if an option is set and others leave it without effect."""
+        sharding = self.sharding
+        leaves_device = sharding.offload != "device" or "offload" in sharding.auto
+        uses_disk = sharding.offload == "disk" or "offload" in sharding.auto
+        uses_stage_3 = sharding.stage == 3 or "stage" in sharding.auto
+        for group, name, has_effect, why in (
+            (self.data, "holdout", not self.data.validation, "with validation, whose data is used as it is"),
+            (sharding, "partition", sharding.replicas > 1, "without replicas above 1, the rows of a mesh"),
+            (sharding, "offload_fraction", leaves_device, "without offload host or disk"),
+            (sharding, "offload_directory", uses_disk, "without offload disk"),
+            (sharding, "cast_on_gather", uses_stage_3, "below stage 3, which alone gathers parameters to compute"),
+            (self.run, "prompt", self.run.sample_tokens > 0, "with sample_tokens 0, which generates no sample"),
+        ):
+            if not has_effect and getattr(group, name) != getattr(type(group), name):
+                raise ValueError(f"{name} has no effect {why}: leave one of them out")
 
     def batching(self, ranks: int) -> Batching:
         """Return how the batch is split over ranks and backwards; raise if it cannot be."""
