@@ -280,19 +280,59 @@ def test_a_state_dict_with_numbers_of_a_0_dim_parameter_is_loaded(kind: Any) -> 
 class Counting(nn.Linear):
     """Has a state that is neither a parameter nor a buffer."""
 
-    def get_extra_state(self) -> int:
-        return 3
+    def __init__(self, value: Any) -> None:
+        super().__init__(2, 2)
+        self.value = value
 
-    def set_extra_state(self, state: int) -> None:
-        pass
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
 
 
-def test_extra_states_of_modules_are_not_dropped_silently(tmp_path: Path) -> None:
-    model = nn.Sequential(Counting(2, 2), nn.Linear(2, 1))
-    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.warns(UserWarning, match=r"1 modules, for example '0' .* save it with extra="):
-        zeroshard.save(tmp_path / "step-1", model, optimizer)
-    zeroshard.save(tmp_path / "step-2", model, optimizer, weights=False)
+def counting(rank: int, values: list[Any], stage: int | None) -> Any:
+    with seeded(0):
+        model = nn.Sequential(*[Counting(value) for value in values], nn.Linear(2, 1))
+    if stage is None:
+        return model
+    return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)[0]
+
+
+@pytest.mark.parametrize(("saved_stage", "loaded_stage"), [(3, 0), (0, 3), (None, 2), (2, None)])
+def test_extra_states_of_modules_are_the_first_ranks(
+    saved_stage: int | None, loaded_stage: int | None, tmp_path: Path
+) -> None:
+    state = {"scale": torch.arange(3.0), "history": (1, 2.5)}
+
+    def save(rank: int) -> None:
+        zeroshard.save(tmp_path / "step-1", counting(rank, [3 + rank, state], saved_stage))
+
+    def load(rank: int) -> list[Any]:
+        model = counting(rank, [None, None], loaded_stage)
+        zeroshard.load(tmp_path / "step-1", model)
+        return [model[0].value, model[1].value]
+
+    run_threads(1 if saved_stage is None else 2, save)
+    for count, loaded in run_threads(1 if loaded_stage is None else 2, load):
+        assert count == 3 and loaded["history"] == (1, 2.5) and torch.equal(loaded["scale"], state["scale"])
+
+
+def test_extra_states_that_only_one_side_has(tmp_path: Path) -> None:
+    path, model = tmp_path / "step-1", counting(0, [7, 8], None)
+    with pytest.warns(UserWarning, match=r"of 1 modules are not in the checkpoint, for example that of '1' .*object"):
+        zeroshard.save(path, counting(0, [3, object()], None))
+    with pytest.warns(UserWarning, match=r"no extra state .* of 1 modules, which keep theirs: 1._extra_state"):
+        assert zeroshard.load(path, model).missing == ["1._extra_state"]
+    assert [model[0].value, model[1].value] == [3, 8]
+    plain = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2)], nn.Linear(2, 1))
+    with pytest.raises(zeroshard.CheckpointError, match=r"only in the file: 0\._extra_state"):
+        zeroshard.load(path, plain)
+    assert zeroshard.load(path, plain, strict=False).unexpected == ["0._extra_state"]
+    zeroshard.save(path, plain)  # as all checkpoints were before extra states were saved
+    with pytest.warns(UserWarning, match="of 2 modules, which keep theirs"):
+        zeroshard.load(path, model)
+    zeroshard.save(path, model, torch.optim.SGD(model.parameters(), lr=0.1), weights=False)
 
 
 class Forms(nn.Module):

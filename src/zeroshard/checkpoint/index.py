@@ -109,7 +109,13 @@ class CheckpointIndex:
     extra: Any = field(default_factory=dict)
     """The user's data, encoded: see [Note: JSON encoding]."""
     own: list[Any] = field(default_factory=list)
-    """Per-rank data: RNG states and the user's ``rank_extra``."""
+    """Per-rank data: RNG states, the user's ``rank_extra`` and, of the first rank, extra states of modules."""
+
+    @property
+    def extra_states(self) -> dict[str, Any]:
+        """The extra states of modules, encoded, by the module's name."""
+        states: dict[str, Any] = self.own[0].get("modules", {}) if self.own else {}
+        return states
 
     def tensors_of_kind(self, kind: str) -> dict[str, TensorEntry]:
         """Return the tensors of one kind, "model" or "optimizer", by name without the kind's prefix."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint.async_save import wait_for_pending_save
+from zeroshard.checkpoint.extra_states import load_extra_states
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import load_into
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
@@ -119,6 +120,9 @@ def load(
     checkpoint_group.without_timeout().run_on_all(error_prefix, lambda: source.load(targets))
     if weights:
         mapping.train_state.sync_loaded_parameters()
+        checkpoint_group.run_on_all(
+            "the extra states of modules cannot be loaded: ", lambda: load_extra_states(model, extra_data.modules)
+        )
         restore_steps(model, source.index, is_resumed)
     if engine is not None:
         for kind in loaded_kinds:
@@ -168,14 +172,15 @@ class _ExtraData:
     extra: dict[str, Any]
     rank_extra: list[Any]
     rng_states: dict[str, torch.Tensor] | None
+    modules: dict[str, Any]
 
     @classmethod
     def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
         """Read the data; raise if a name in ``wanted`` is missing or an RNG state is invalid."""
         rank_data = source.index.own
         encoded_rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
-        extra, rank_extra, rng_states = source.decode(
-            [source.index.extra, [data["extra"] for data in rank_data], encoded_rng_states]
+        extra, rank_extra, rng_states, modules = source.decode(
+            [source.index.extra, [data["extra"] for data in rank_data], encoded_rng_states, source.index.extra_states]
         )
         try:
             set_rng_states(rng_states or {}, is_trial=True)
@@ -186,4 +191,4 @@ class _ExtraData:
             raise CheckpointError(
                 f"{source.path} has no extra data {', '.join(missing)}, only: {', '.join(extra) or 'none'}"
             )
-        return cls(extra, rank_extra, rng_states)
+        return cls(extra, rank_extra, rng_states, modules)

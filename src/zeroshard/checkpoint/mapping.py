@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.extra_states import modules_with_extra_state, state_names
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import TensorEntry
@@ -124,6 +125,8 @@ def map_states(
         raise CheckpointError(
             f"{source.path} does not match the model. {'. '.join(problems)}. Pass strict=False to skip these"
         )
+    if weights and source.index.own:  # else these are weights alone
+        _map_missing_extra_states(mapping, source, model, strict)
     return mapping
 
 
@@ -144,7 +147,22 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
         elif source.index.parameters.get(name) is not False:  # False: saved with frozen=False
             mapping.missing.append(name)
     mapping.unexpected += [name for name in saved if name not in known]
+    known_modules = modules_with_extra_state(model)
+    mapping.unexpected += state_names({n: s for n, s in source.index.extra_states.items() if n not in known_modules})
     _raise_mismatches(source, problems)
+
+
+def _map_missing_extra_states(mapping: LoadMapping, source: LoadSource, model: nn.Module, strict: bool) -> None:
+    """List extra states that are not in the checkpoint. That is no error: its program did not save all, or none."""
+    modules = modules_with_extra_state(model)
+    missing = state_names({name: None for name in modules if name not in source.index.extra_states})
+    mapping.missing += missing
+    if missing and strict:
+        warnings.warn(
+            f"{source.path} has no extra state (get_extra_state()) of {len(missing)} modules, which keep theirs: "
+            f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}",
+            stacklevel=2,
+        )
 
 
 def _map_averages(mapping: LoadMapping, source: LoadSource, model: nn.Module, ema: EMA, strict: bool) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroshard.checkpoint.async_save import HostStaging, Save, Snapshot, pending_saves, wait_for_pending_save
 from zeroshard.checkpoint.block_files import CheckpointWorkers
+from zeroshard.checkpoint.extra_states import encode_extra_states
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import encode, state_dict_of
@@ -52,8 +53,9 @@ def save(
 
     :func:`load` reads the checkpoint on any number of ranks, at any stage, precision and tensor-parallel degree, and
     also without sharding. The model and optimizer may be unsharded, too. A checkpoint contains parameters, buffers,
-    optimizer states, the fp16 loss scale and each rank's RNG states, in safetensors files and one JSON file. The JSON
-    file is written last, so a save is atomic. The file ``latest`` next to the checkpoint then names it.
+    extra states of modules, optimizer states, the fp16 loss scale and each rank's RNG states, in safetensors files and
+    one JSON file. The JSON file is written last, so a save is atomic. The file ``latest`` next to the checkpoint then
+    names it.
 
     If the model has several optimizers, pass them in a list, and pass the same list to :func:`load`.
 
@@ -95,8 +97,6 @@ def save(
             _check_can_save(engine, not optimizers and ema is None)
             _check_no_unsaved_grads(engine, model)
         _warn_of_unsaved_grads(optimizers)
-        if weights:
-            _warn_of_extra_states(model)
         payload = _PayloadBuilder(model, optimizers, checkpoint_group, ema).build(extra, rank_extra, weights, frozen)
         if wait:
             return payload, None
@@ -168,19 +168,6 @@ def _warn_of_unsaved_grads(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def _warn_of_extra_states(model: nn.Module) -> None:
-    """Warn if modules have states other than parameters and buffers: a checkpoint does not contain these."""
-    modules = model.named_modules()
-    names = [name for name, module in modules if type(module).get_extra_state is not nn.Module.get_extra_state]
-    if names:
-        warnings.warn(
-            f"{len(names)} modules, for example {names[0]!r} ({type(model.get_submodule(names[0])).__name__}), have an "
-            "extra state (get_extra_state()), and a checkpoint contains none: save it with extra={…}, and give it back "
-            "with set_extra_state() after the load",
-            stacklevel=2,
-        )
-
-
 class _PayloadBuilder:
     """Collects the tensors and data that this rank writes."""
 
@@ -227,6 +214,12 @@ class _PayloadBuilder:
         scalars = {name: self._encode(v, f"rank-{self._rank}.counters.{name}") for name, v in local_scalars.items()}
         rank_data = {"random": get_rng_states(), "extra": state_dict_of(rank_extra)}
         encoded_rank_data = self._encode(rank_data, f"rank-{self._rank}")
+        if weights:  # on all ranks, whose modules may communicate to answer
+            extra_state_tensors: dict[str, torch.Tensor] = {}
+            extra_states = encode_extra_states(self._model, extra_state_tensors)
+            if self._rank == 0 and extra_states:
+                encoded_rank_data["modules"] = extra_states
+                self._extra_tensors |= extra_state_tensors
         index_fields = self._index_fields(extra) if self._rank == 0 else {}
         for name, tensor in self._extra_tensors.items():
             tensors[f"other/{name}"] = LocalTensor.from_full_tensor(name, tensor.contiguous())

@@ -52,6 +52,8 @@ def check_index(index: Mapping[str, Any]) -> None:
     for rank, data in enumerate(rank_data):
         _check_keys(data, f"own[{rank}]", "random", "extra")
         _decode_on_meta(data["extra"], f"own[{rank}].extra", tensors)
+        modules = _decode_on_meta(data.get("modules", {}), f"own[{rank}].modules", tensors)
+        _check(isinstance(modules, dict), f"own[{rank}].modules", "a dict", data.get("modules"))
         _check_rng_states(_decode_on_meta(data["random"], f"own[{rank}].random", tensors), f"own[{rank}].random")
 
 
