@@ -169,6 +169,29 @@ def test_weights_alone_are_the_first_replicas_on_all_and_end_the_local_steps(tmp
         assert_equal(found, {name: first[name] for name in found})
 
 
+@pytest.mark.parametrize("loads_ema", [False, True])
+def test_weights_alone_leave_the_mean_of_the_replicas_emas(loads_ema: bool, tmp_path: Path) -> None:
+    save_one(tmp_path / "step", 6)
+
+    def body(rank: int) -> Any:
+        model, optimizer, ema = shard(local_steps=4, stage=3)
+        train(rank, model, optimizer, ema, batches(1, seed=5))
+        before = everything(model, optimizer, ema)
+        zeroshard.load(tmp_path / "step", model, ema=ema if loads_ema else None)
+        zeroshard.save(tmp_path / "again", model, optimizer, ema=ema)
+        return before, everything(model, optimizer, ema)
+
+    with pytest.warns(UserWarning, match="first one's parameters"):
+        ranks = run_threads(4, body)
+    names = [name for name in ranks[0][0] if name.startswith("ema ")]
+    assert any(not torch.equal(ranks[0][0][name], ranks[2][0][name]) for name in names)
+    for _, after in ranks:
+        assert_equal({name: after[name] for name in names}, {name: ranks[0][1][name] for name in names})
+    for name in names if not loads_ema else ():
+        mean = (ranks[0][0][name] + ranks[2][0][name]) / 2
+        torch.testing.assert_close(ranks[0][1][name], mean, rtol=0, atol=1e-6)
+
+
 def test_an_export_and_an_inspection_say_whose_values_they_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

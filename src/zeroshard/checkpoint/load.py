@@ -123,7 +123,7 @@ def load(
         checkpoint_group.run_on_all(
             "the extra states of modules cannot be loaded: ", lambda: load_extra_states(model, extra_data.modules)
         )
-        restore_steps(model, source.index, is_resumed)
+        restore_steps(model, source.index, is_resumed, ema)
     if engine is not None:
         for kind in loaded_kinds:
             del engine.state_guard.invalid_states[kind]

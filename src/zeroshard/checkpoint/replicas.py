@@ -26,7 +26,7 @@ from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.index import CheckpointIndex
 from zeroshard.checkpoint.reader import LoadSource
 from zeroshard.checkpoint.train_state import engine_of_model
-from zeroshard.engine import Engine
+from zeroshard.engine import EMA, Engine
 from zeroshard.optim import LocalSteps, ShardedOptimizer
 
 
@@ -102,14 +102,15 @@ def warn_of_replicas(index: CheckpointIndex, call: str) -> None:
         )
 
 
-def restore_steps(model: nn.Module, index: CheckpointIndex, is_resumed: bool) -> None:
-    """Set the number of steps since the last average, after parameters were loaded."""
+def restore_steps(model: nn.Module, index: CheckpointIndex, is_resumed: bool, ema: EMA | None) -> None:
+    """Set the number of steps since the last average, after parameters, and ``ema``, were loaded."""
     sharded: Any = vars(model).get("_zeroshard")
     saved = replicas_in(index)
     for local_steps in map(local_steps_of, sharded.optimizers if sharded is not None else ()):
         if local_steps is not None:
             steps = saved["steps"] if is_resumed and saved is not None else []
-            local_steps.count = steps[local_steps.number] if local_steps.number < len(steps) else 0
+            count = steps[local_steps.number] if local_steps.number < len(steps) else 0
+            local_steps.restore_count(count, ema)
 
 
 def local_steps_of(optimizer: torch.optim.Optimizer) -> LocalSteps | None:

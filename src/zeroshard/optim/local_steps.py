@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import CollectiveWork, MeshAxis
 from zeroshard.config.config import Config
-from zeroshard.engine import NO_HISTORY, Engine, FlatParam, exact_values
+from zeroshard.engine import EMA, NO_HISTORY, Engine, FlatParam, exact_values
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.param_groups import ParamGroups, StepChecker
 from zeroshard.optim.slices import is_elementwise
@@ -284,10 +284,7 @@ class LocalSteps:
                     flat.prefetcher.discard()
             guard.begin_update(own.units, own.flats)
             self._average((piece for flat in own.flats for piece in self._exact(flat)), self.outer)
-            for ema in sorted(guard.averages, key=lambda ema: int(ema.number)):
-                engine.order.check(f"average the EMA that was made at event {ema.number}")
-                averages = [(flat, values) for flat, values in ema.flat_averages() if flat in own.flats]
-                self._average((piece for pair in averages for piece in _pieces(*pair)), None)
+            self._average_emas(guard.averages)
             if engine.buffer_broadcaster is not None:
                 engine.buffer_broadcaster.copy_from_first_replica()
             guard.copy_masters(own.flats)
@@ -296,6 +293,26 @@ class LocalSteps:
         self.count = 0
         if self.outer is not None:
             self.outer.track_bytes()
+
+    @torch.no_grad()
+    def restore_count(self, count: int, loaded: EMA | None) -> None:
+        """Set the number of steps after a load of parameters; ``loaded`` is the EMA that was loaded with them.
+
+        If it ends the local steps, the other EMAs are averaged, because no average will: the replicas count as equal.
+        """
+        emas = [ema for ema in self._engine.state_guard.averages if ema is not loaded] if self.count else []
+        if emas and not count:
+            self._engine.order.begin_pass(f"average of EMAs{self._groups.member.label} after a load")
+            self._average_emas(emas)
+        self.count = count
+
+    def _average_emas(self, emas: Iterable[EMA]) -> None:
+        """Average this optimizer's parameters in some EMAs."""
+        flats = self._groups.own.flats
+        for ema in sorted(emas, key=lambda ema: ema.number):
+            self._engine.order.check(f"average the EMA that was made at event {ema.number}")
+            averages = [(flat, values) for flat, values in ema.flat_averages() if flat in flats]
+            self._average((piece for pair in averages for piece in _pieces(*pair)), None)
 
     def _exact(self, flat: FlatParam) -> Iterator[_Piece]:
         return _pieces(flat, exact_values(flat))
