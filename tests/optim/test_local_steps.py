@@ -334,6 +334,25 @@ def test_parameters_in_no_group_are_left_as_they_are(stage: int, shape: tuple[in
 # ------------------------------------------------------------------------------------------------- what is averaged
 
 
+def test_a_step_of_the_outer_optimizer_looks_at_one_bucket() -> None:
+    """Else the host time of an average grows with the square of the number of buckets."""
+    seen: list[int] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = DILOCO(parameters)
+        optimizer.register_step_pre_hook(
+            lambda self, *_: seen.append(sum(len(group["params"]) for group in self.param_groups))
+        )
+        return optimizer
+
+    def body(rank: int) -> None:
+        train(rank, make_net(), adamw_in_groups, batches(4), local_steps=2, outer_optimizer=make, bucket_size=64)
+
+    run_threads(4, body)
+    assert len(seen) > 4 * 2 * 2  # 4 ranks, 2 averages, many buckets
+    assert set(seen) == {1}
+
+
 def test_averages_are_counted_as_their_own_kind() -> None:
     def body(rank: int, outer: Outer) -> list[Any]:
         model = make_net()

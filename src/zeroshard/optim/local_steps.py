@@ -126,8 +126,6 @@ class OuterOptimizer:
             parameter.detach().copy_(piece.values.read(piece.span, parameter.device))
         if new and self._optimizer is None:
             self._optimizer = self.make(new)
-        elif new and self._optimizer is not None:
-            self._optimizer.add_param_group({"params": new})
         if new:
             self.track_bytes()
 
@@ -148,7 +146,8 @@ class OuterOptimizer:
         anchor = self._anchors[piece.flat][piece.bucket]
         parameter = anchor.parameter
         parameter.grad = parameter.detach() - mean.to(parameter.device)
-        self._optimizer.step()  # one of torch's: it skips the others, which have no gradient
+        self._optimizer.param_groups[0]["params"] = [parameter]  # a step would look at all others, too
+        self._optimizer.step()
         parameter.grad = None
         ends = [0, *(end for span in averaged for end in (span.start, span.end)), piece.span.numel]
         for start, end in zip(ends[::2], ends[1::2], strict=True):  # between the ranges
