@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner import predict_traffic
+from zeroshard.planner import predict_memory, predict_traffic
 from zeroshard.train.options import StepOptions
 from zeroshard.train.training_setup import make_optimizer
 
@@ -50,6 +51,12 @@ def test_only_trained_parameters_go_over_the_outer_axis_after_a_step(partition: 
     assert predicted["outer all-gather"] < predicted["all-gather"] / 4  # gathered twice, by 2 inner ranks
     for moved in moved_bytes(model, "adamw", (2, 2), **options):
         assert predicted == moved
+
+
+@pytest.mark.parametrize("predict", [predict_traffic, predict_memory])
+def test_parameters_over_an_inner_axis_of_one_rank_are_refused_as_by_shard(predict: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="partitions parameters over the inner axis of the mesh, which has one rank"):
+        predict(GPT(TINY), ranks=4, replicas=4, stage=3, partition="hierarchical", on_gpu=False)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

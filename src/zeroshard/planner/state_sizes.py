@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import payload_bytes
-from zeroshard.config.config import Config, check_replicas
+from zeroshard.config.config import Config, check_inner_axis, check_replicas
 from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
 from zeroshard.optim import (
@@ -286,6 +286,8 @@ class _ShardAxes(NamedTuple):
         """Return those of ``replicas`` groups of ``data_ranks``; raise if the options do not allow them."""
         check_replicas(config, replicas)
         has_two_hops = replicas > 1 and config.partition != "hybrid"
+        if has_two_hops:
+            check_inner_axis(config, data_ranks)
         sharing_ranks = data_ranks * replicas if has_two_hops else data_ranks
         placement = Placement.from_stage(
             config.stage,
