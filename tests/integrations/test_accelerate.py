@@ -26,6 +26,7 @@ from accelerate_state import as_launched, forget
 from hugging_face import llama
 from ranks import run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard
@@ -394,6 +395,21 @@ def test_a_model_without_an_optimizer_has_no_local_steps() -> None:
     assert model(torch.ones(2, 16)).shape == (2, 4)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     assert optimizer.optimizer.local_steps is not None
+
+
+def prepare_teacher(rank: int) -> tuple[int, ...]:
+    with as_launched(rank, 2):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        options = {"local_steps": 2, "reduce_wire": "int8", "error_feedback": True}
+        accelerator: Any = make({"stage": 3, "mesh": mesh, **options})
+        student, teacher = net(1), net(2)
+        *_, teacher = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), teacher)
+        return tuple(teacher(torch.ones(2, 16)).shape)
+
+
+def test_a_model_without_an_optimizer_beside_replicas_that_reduce_in_8_bits() -> None:
+    """Without local steps, a mesh of replicas refuses reductions in 8 bits; but it has none."""
+    assert run_processes(2, prepare_teacher) == [(2, 4)] * 2
 
 
 def test_a_model_without_an_optimizer_is_sharded_and_an_unprepared_optimizer_cannot_step_it() -> None:

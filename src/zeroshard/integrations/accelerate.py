@@ -39,6 +39,14 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedType, broadcast_object_list  # noqa: E402
 
+_WITHOUT_TRAINING: dict[str, Any] = {  # the options of a model without an optimizer: it has no steps to count or reduce
+    "precision": None,
+    "local_steps": 1,
+    "outer_optimizer": None,
+    "reduce_wire": None,
+    "error_feedback": False,
+}
+
 
 class ZeroOptimizer(AcceleratedOptimizer):
     """Accelerate's optimizer around a :class:`zeroshard.ShardedOptimizer`: knows which fp16 steps were skipped."""
@@ -148,7 +156,7 @@ class ZeroAccelerator(Accelerator):
         if self.device_placement and not torch.distributed.is_initialized():
             _place(model, self.device)  # else shard() moves it, unit by unit
         if not optimizers:
-            zeroshard.shard(model, **{**self.zero, "precision": None, "local_steps": 1, "outer_optimizer": None})
+            zeroshard.shard(model, **{**self.zero, **_WITHOUT_TRAINING})
             _allow_new_optimizer(model)
             return []
         if len(optimizers) == 1:
