@@ -503,6 +503,13 @@ def test_quantized_collectives_say_how_they_differ(tmp_path: Path, capsys: pytes
         Config.from_deepspeed({"zero_optimization": {"stage": "auto", **keys}}, stage=2, gather_dtype="int8")
 
 
+@pytest.mark.parametrize("value", ["auto", "false"])
+def test_a_text_does_not_turn_quantized_collectives_on(value: str) -> None:
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        with pytest.raises(ValueError, match=f"zero_optimization.{key} must be true or false, got '{value}'"):
+            Config.from_deepspeed({"zero_optimization": {"stage": 3, key: value}})
+
+
 def test_shard_takes_a_config_and_options_before_it() -> None:
     for options, dtype in (({}, torch.bfloat16), ({"precision": "fp16"}, torch.float16)):
         model, _ = zeroshard.shard(nn.Linear(4, 2), config=Config(stage=2, precision="bf16"), **options)

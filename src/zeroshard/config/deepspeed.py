@@ -513,7 +513,9 @@ def _read_offload(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey
 
 def _read_quantized(reader: _Reader, key: str, value: Any) -> Iterator[MigratedKey]:
     """zero_quantized_weights and zero_quantized_gradients."""
-    if not _is_on(value):
+    if value not in (True, False, None):  # "auto", "false"
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    if not value:
         yield MigratedKey(key, value, NOT_NEEDED, "it is off")
     elif reader.stage not in (3, AUTO):
         yield MigratedKey(key, value, NOT_NEEDED, f"DeepSpeed does not use it in stage {reader.stage}")
