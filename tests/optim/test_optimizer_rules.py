@@ -189,3 +189,28 @@ def test_a_rule_that_changes_together_with_a_new_group_is_tried_too() -> None:
             train_steps(model, optimizer, DATA[:1])
 
     run_threads(2, body)
+
+
+class LoadsItself(torch.optim.SGD):
+    """Has its own load_state_dict, which leaves the states to torch's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_a_class_that_loads_itself_gets_each_state_in_the_dtype_of_its_parameter(elementwise: bool) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).double())
+        return model, LoadsItself(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain, saved = make()
+    for parameter in plain.parameters():
+        parameter.grad = torch.full_like(parameter, 1 / 3)
+    saved.step()
+    _, optimizer = zeroshard.shard(*make(), elementwise=elementwise)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    states = optimizer.state_dict()["state"]
+    for number, state in saved.state_dict()["state"].items():
+        assert torch.equal(states[number]["momentum_buffer"], state["momentum_buffer"])
+        assert states[number]["momentum_buffer"].dtype == state["momentum_buffer"].dtype

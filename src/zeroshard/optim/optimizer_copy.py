@@ -299,21 +299,30 @@ def number_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     return {key for key, value in state.items() if not is_elementwise(key, value, shape)}
 
 
+def _placeholder(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter that takes no memory."""
+    return nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(shape))
+
+
 def read_state_dict(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], shapes: list[list[torch.Size]], dtype: torch.dtype
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    shapes: list[list[torch.Size]],
+    dtypes: list[list[torch.dtype]],
 ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
     """Return the groups of a state dict, and its states by id, in the form in which the optimizer stores them.
 
     A class may have its own ``load_state_dict``, because its ``state_dict()`` has another form: bitsandbytes nests
     quantized states. By ``__setstate__``, torch's own complete the options and convert the step counts of earlier
-    versions. ``shapes`` of the parameters by group; ``dtype``: that of the updates. Raise if options are missing then.
+    versions. ``shapes`` of the parameters and ``dtypes`` of their updates, by group. Raise if options are missing then.
 
     >>> sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     >>> adam = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-    >>> groups, states = read_state_dict(sgd, sgd.state_dict(), [[torch.Size([2])]], torch.float32)
+    >>> in_groups = [[torch.Size([2])]], [[torch.float32]]
+    >>> groups, states = read_state_dict(sgd, sgd.state_dict(), *in_groups)
     >>> groups[0]["lr"], states
     (0.1, {})
-    >>> read_state_dict(sgd, adam.state_dict(), [[torch.Size([2])]], torch.float32)
+    >>> read_state_dict(sgd, adam.state_dict(), *in_groups)
     Traceback (most recent call last):
         ...
     ValueError: the state dict is not of SGD: its group 0 has no 'dampening', 'momentum'. Load one of the same class
@@ -324,8 +333,7 @@ def read_state_dict(
     has_own_load = kind.load_state_dict is not torch.optim.Optimizer.load_state_dict
     if has_own_load or kind.__setstate__ is not torch.optim.Optimizer.__setstate__:
         clone = OptimizerCopier(optimizer, torch.device("cpu")).clone
-        scalar = torch.zeros((), dtype=dtype, device="cpu")  # expanded: the parameters take no memory
-        by_group = [[nn.Parameter(scalar.expand(shape)) for shape in group] for group in shapes]
+        by_group = [list(map(_placeholder, *group)) for group in zip(shapes, dtypes, strict=True)]
         ids = [param_id for group in groups for param_id in group["params"]]
         parameters = [p for group in by_group for p in group]
         if has_own_load:

@@ -327,9 +327,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != expected:
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {expected}")
         names, shapes = [name for group in self.group_param_names for name in group], self._states.full_shapes()
-        dtype = _update_dtype(self._engine.context.config) or self.param_groups[0]["params"][0].dtype
-        group_shapes = [[shapes[name] for name in group] for group in self.group_param_names]
-        groups, states = read_state_dict(self.inner, state_dict, group_shapes, dtype)
+        dtypes = [[_dtype_of_update(self._engine.context.config, p) for p in g["params"]] for g in self.param_groups]
+        in_groups = [[shapes[name] for name in group] for group in self.group_param_names]
+        groups, states = read_state_dict(self.inner, state_dict, in_groups, dtypes)
         param_ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
         found = {name: states[param_id] for name, param_id in zip(names, param_ids, strict=True) if param_id in states}
         self._states.check_full(found)
@@ -416,3 +416,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], con
 def _update_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype in which parameters are updated; None: each in its own."""
     return None if config.precision is None else torch.float32
+
+
+def _dtype_of_update(config: Config, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter of the model is updated."""
+    return parameter.dtype if config.precision is None else torch.promote_types(parameter.dtype, torch.float32)
