@@ -470,15 +470,22 @@ def measure_rank(rank: int, measure: Callable[..., dict[str, Any]], arguments: d
     return measure(**arguments)
 
 
-@pytest.mark.slow
-def test_checkpoints_are_saved_and_loaded_by_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run_pooled(measure: Any, ranks: int, backend: str, **arguments: Any) -> dict[str, Any]:
+@pytest.fixture
+def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ranks of suites run in processes that have torch imported already."""
+
+    def run_pooled(measure: Any, ranks: int, backend: str = "gloo", **arguments: Any) -> dict[str, Any]:
         assert backend == "gloo"
         return dict(json.loads(json.dumps(run_processes(ranks, measure_rank, measure, arguments)[0])))
 
-    monkeypatch.setattr(checkpoint, "run_ranks", run_pooled)
+    for suite in (checkpoint, local_steps, pretrained, sockets):
+        monkeypatch.setattr(suite, "run_ranks", run_pooled)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_saved_and_loaded_by_two_ranks(
+    pooled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (result,) = run(checkpoint.main, tmp_path, "--repeats", "1", "--directory", str(tmp_path))
     psi = 2 * 12 * 64**2  # and a little more
     assert result["ranks"] == 2 and 12 * psi < result["bytes"] < 15 * psi
@@ -486,11 +493,7 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(
 
 
 @pytest.mark.slow(seconds=3)
-def test_a_transformers_model_is_loaded_by_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_pooled(measure: Any, ranks: int, **arguments: Any) -> dict[str, Any]:
-        return dict(json.loads(json.dumps(run_processes(ranks, measure_rank, measure, arguments)[0])))
-
-    monkeypatch.setattr(pretrained, "run_ranks", run_pooled)
+def test_a_transformers_model_is_loaded_by_two_ranks(pooled: None, tmp_path: Path) -> None:
     results = run(pretrained.main, tmp_path, "--ranks", "2", "--directory", str(tmp_path))
     assert [result["variant"] for result in results] == [*pretrained.VARIANTS, *pretrained.VARIANTS]
     for result in results:
@@ -499,6 +502,7 @@ def test_a_transformers_model_is_loaded_by_two_ranks(tmp_path: Path, monkeypatch
         assert result["seconds"] >= result["own seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "arguments"),
     [
@@ -509,12 +513,14 @@ def test_a_transformers_model_is_loaded_by_two_ranks(tmp_path: Path, monkeypatch
         pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
         (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
         (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
-        pytest.param(local_steps.main, ["--variants", "local_steps=8"], marks=pytest.mark.slow(seconds=10)),
-        pytest.param(sockets.main, ["--turns", "1"], marks=pytest.mark.slow(seconds=10)),
-        pytest.param(sockets.main, ["--wire", "--ranks", "2"], marks=pytest.mark.slow(seconds=10)),
+        (local_steps.main, ["--variants", "local_steps=8", "--steps", "16"]),
+        (sockets.main, ["--turns", "1"]),
+        (sockets.main, ["--wire", "--ranks", "2"]),
     ],
 )
-def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: None, tmp_path: Path) -> None:
+def test_a_suite_runs_on_tiny_shapes(
+    main: Any, arguments: list[str], inline: None, pooled: None, tmp_path: Path
+) -> None:
     machine = tmp_path / "machine.json"
     machine.write_text('{"like": "cpu"}')
     given = [*arguments, "--machine", str(machine)] if main is planner.main else arguments
