@@ -223,11 +223,12 @@ def run_habit(rank: int, model: nn.Module, habit: Any, make: Any, options: dict[
 @pytest.mark.parametrize("options", OPTIONS, ids=["fp32", "bf16, host"])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_of_loops_give_the_bits_of_a_hybrid_mesh(habit: Any, options: dict[str, Any]) -> None:
+    """In every habit each partition, with one kind of options, and over all habits each partition with both kinds."""
     model = make_net(blocks=2)
     wanted = run_threads(4, run_habit, model, habit, adam, options)[0]
-    for partition in PARTITIONS:
-        for found in run_threads(4, run_habit, model, habit, adam, {**options, "partition": partition}):
-            assert_close(found, wanted, 0)
+    partition = PARTITIONS[(HABITS.index(habit) + OPTIONS.index(options)) % 2]
+    for found in run_threads(4, run_habit, model, habit, adam, {**options, "partition": partition}):
+        assert_close(found, wanted, 0)
 
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:
@@ -306,7 +307,9 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...] | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("here", "there"), [("hierarchical", there) for there in LAYOUTS] + [(here, "hierarchical") for here in LAYOUTS]
+    ("here", "there"),
+    [("hierarchical", there) for there in LAYOUTS]
+    + [(here, "hierarchical") for here in LAYOUTS if here != "hierarchical"],
 )
 def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> None:
     model = make_net()

@@ -364,7 +364,10 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("here", "there"), [("ours", name) for name in LAYOUTS] + [(name, "ours") for name in LAYOUTS])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("ours", name) for name in LAYOUTS] + [(name, "ours") for name in LAYOUTS if name != "ours"],
+)
 def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> None:
     model = make_net()
 
