@@ -15,6 +15,7 @@ import pytest
 import torch
 from against_plain import assert_same, built, sgd, tokens
 from live import Collectives, allocated_bytes
+from pairs import pairwise
 from plain import Block, Net, assert_equal, batches, full_parameters, make_net, net_loss
 from ranks import run_processes, run_threads
 from torch import nn
@@ -201,12 +202,13 @@ def paired(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, sgd(model)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("rows", "length"), [(12, 4), (3, 5), (1, 1)])  # 7 wide: 336 elements, 105, 7
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(  # 7 wide: 336 elements, 105, 7
+    ("world", "shape", "offload"), pairwise([2, 3], [(12, 4), (3, 5), (1, 1)], [False, True]), ids=str
+)
 def test_a_rank_keeps_its_part_of_each_input_and_gathers_each_once(
-    world: int, rows: int, length: int, offload: bool
+    world: int, shape: tuple[int, int], offload: bool
 ) -> None:
+    rows, length = shape
     part = -(-rows * length * 7 // world) * 4  # bytes, rounded up
     slot = round_up(part, ALIGN_BYTES)
     for reports in run_threads(world, keep, world, rows, length, offload):

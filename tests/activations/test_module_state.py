@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import full_parameters, train_steps
 from ranks import run_threads, seeded
 from torch import nn
@@ -98,9 +99,9 @@ def eval_between(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss", [loss_of, eval_between])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("how", ["whole", "nested", "policy"])
+@pytest.mark.parametrize(
+    ("how", "block", "loss"), pairwise(["whole", "nested", "policy"], BLOCKS, [loss_of, eval_between])
+)
 def test_training_gives_the_bits_of_the_run_without_recomputation(block: Any, loss: Any, how: str) -> None:
     plain = make_model(block)
     ours = copy.deepcopy(plain)

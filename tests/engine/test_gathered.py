@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
 from ranks import run_threads
 from torch import nn
@@ -62,9 +63,7 @@ def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, 
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "options", "world"), pairwise(STAGES, PLACES, [1, 2]), ids=str)
 def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: dict[str, Any], world: int) -> None:
     plain, batch = make_net(), batches(1)[0]
     reference = copy.deepcopy(plain)
@@ -254,9 +253,10 @@ def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: 
 # ------------------------------------------------------------------------------------ edits outside of it
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", [*PLACES, {"precision": "fp16"}, {"precision": "bf16", "offload": "host"}], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+MORE_PLACES = [*PLACES, {"precision": "fp16"}, {"precision": "bf16", "offload": "host"}]
+
+
+@pytest.mark.parametrize(("stage", "options", "world"), pairwise([0, 1, 2], MORE_PLACES, [1, 2]), ids=str)
 def test_edits_in_place_count_whenever_they_are_made(stage: int, options: dict[str, Any], world: int) -> None:
     plain, data = make_net(), batches(3)
 
@@ -389,9 +389,7 @@ class Clamped(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("through_data", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "through_data", "options"), pairwise(STAGES, [False, True], PLACES), ids=str)
 def test_a_forward_that_changes_its_weights_is_right_or_refused(
     stage: int, through_data: bool, options: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import pairwise
 from plain import assert_close, assert_equal, full_parameters
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -404,9 +405,9 @@ def follow(
     return found
 
 
-@pytest.mark.parametrize("backwards", [None, 1])
-@pytest.mark.parametrize("make", [Penalty, Frozen])
-@pytest.mark.parametrize("habit", [*HABITS, raising_then_backward])
+@pytest.mark.parametrize(
+    ("habit", "make", "backwards"), pairwise([*HABITS, raising_then_backward], [Penalty, Frozen], [None, 1])
+)
 def test_loops_train_as_in_plain_pytorch(habit: Any, make: type[nn.Module], backwards: int | None) -> None:
     with seeded(3):
         base = make()

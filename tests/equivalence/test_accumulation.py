@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import assert_close, assert_same_training, batches, make_net, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -293,11 +294,11 @@ def follow(model: nn.Module, optimizer: torch.optim.Optimizer, plan: list[str], 
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "make_optimizer", [momentum, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)]
-)
-@pytest.mark.parametrize("plan", PLANS)
-@every_stage
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("stage", "plan", "make_optimizer"), pairwise([0, 1, 2, 3], PLANS, [momentum, adamw]))
 def test_parameters_without_gradient_are_skipped_and_others_summed(stage: int, plan: str, make_optimizer: Any) -> None:
     plain = copy.deepcopy(branches())
     follow(plain, make_optimizer(plain), PLANS[plan], None)
@@ -342,11 +343,10 @@ def after_reading_parameters(model: nn.Module, optimizer: torch.optim.Optimizer,
             parameter.sum()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
-    "moment", [do_nothing, after_a_step, after_evaluation, after_a_forward, after_reading_parameters]
-)
-@every_stage
+MOMENTS = [do_nothing, after_a_step, after_evaluation, after_a_forward, after_reading_parameters]
+
+
+@pytest.mark.parametrize(("stage", "moment", "set_to_none"), pairwise([0, 1, 2, 3], MOMENTS, [True, False]))
 def test_model_zero_grad_clears_or_says_what_does(stage: int, moment: Any, set_to_none: bool) -> None:
     data = batches(2)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import adamw_in_groups, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
@@ -95,9 +96,11 @@ def train(
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("sends", [("gather_dtype",), ("reduce_wire",), ("gather_dtype", "reduce_wire")], ids="+".join)
+@pytest.mark.parametrize(
+    ("dtype", "world", "sends"),
+    pairwise(EIGHT_BITS, [2, 3, 4], [("gather_dtype",), ("reduce_wire",), ("gather_dtype", "reduce_wire")]),
+    ids=str,
+)
 def test_the_numbers_are_those_of_the_stated_rounding(dtype: str, world: int, sends: tuple[str, ...]) -> None:
     model, options = make_net(width=16), dict.fromkeys(sends, dtype)
     wanted = train_reference(copy.deepcopy(model), world, options, steps=3)
@@ -126,9 +129,7 @@ def test_gloo_processes_give_the_same_numbers() -> None:
         assert_close(parameters, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("bucket_size", [2**25, 256])
+@pytest.mark.parametrize(("dtype", "precision", "bucket_size"), pairwise(EIGHT_BITS, [None, "bf16"], [2**25, 256]))
 def test_stages_1_to_3_reduce_to_the_same_bits(dtype: str, precision: str | None, bucket_size: int) -> None:
     model = make_net(width=16)
     runs = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import assert_close, full_parameters
 from ranks import run_threads, seeded
 from torch import nn
@@ -227,10 +228,10 @@ def zero_optimizer(model: Any, optimizer: Any, to_none: bool) -> None:
     optimizer.zero_grad(to_none)
 
 
-@every_stage
-@every_place
-@pytest.mark.parametrize("zero", [zero_model, zero_block, zero_optimizer])
-def test_zero_grad_clears_what_it_would_in_a_plain_model(zero: Any, options: dict[str, Any], stage: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "place", "stage"), pairwise([zero_model, zero_block, zero_optimizer], PLACES, [0, 1, 2, 3])
+)
+def test_zero_grad_clears_what_it_would_in_a_plain_model(zero: Any, place: str, stage: int) -> None:
     """After a backward, and between a forward and its backward."""
 
     def loop(model: Any, optimizer: Any, data: Any) -> list[bool]:
@@ -246,7 +247,7 @@ def test_zero_grad_clears_what_it_would_in_a_plain_model(zero: Any, options: dic
         return there
 
     for world in (1, 2) if stage == 3 else (2,):
-        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
+        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **PLACES[place])
 
 
 def some(model: nn.Module) -> torch.optim.Optimizer:
@@ -254,9 +255,9 @@ def some(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.blocks[2].parameters(), lr=0.1)  # type: ignore[union-attr, index]
 
 
-@every_stage
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, FP16, HOST], ids=["fp32", "fp16", "host"])
+@pytest.mark.parametrize(
+    ("options", "to_none", "stage"), pairwise([{}, FP16, HOST], [True, False], [0, 1, 2, 3]), ids=str
+)
 def test_what_is_in_no_group_is_neither_cleared_nor_clipped(options: dict[str, Any], to_none: bool, stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         found = []
@@ -473,9 +474,9 @@ def test_groups_show_the_models_parameters_and_the_inner_options() -> None:
 # ----------------------------------------------------------------------------------------------- fp16's loss scale
 
 
-@every_stage
-@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "fp32"}, HOST], ids=["fp16", "fp32 gradients", "host"])
-@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize(
+    ("scales", "options", "stage"), pairwise([True, False], [{}, {"reduce_dtype": "fp32"}, HOST], [0, 1, 2, 3]), ids=str
+)
 def test_fp16_is_right_whether_the_loss_is_scaled_or_not(scales: bool, options: dict[str, Any], stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         norms = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from against_plain import assert_same, backwards_in_reverse, backwards_in_turn, built, token_loss, token_step, tokens
+from pairs import pairwise
 from plain import Block, Net
 from torch import nn
 from torch.nn import functional as F
@@ -166,9 +167,7 @@ def evaluation_between(model: Any, ids: torch.Tensor) -> torch.Tensor:
 LOSSES = [several_forwards, backwards_in_turn, backwards_in_reverse, retained, evaluation_between]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", [Net, Repeated])
-@pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.parametrize(("form", "kind", "stage"), pairwise(LOSSES, [Net, Repeated], [0, 1, 2, 3]))
 def test_several_forwards_and_backwards_in_one_step(form: Any, kind: Any, stage: int) -> None:
     assert_same(built(kind), form, tokens(3, VOCABULARY), stage=stage)
 

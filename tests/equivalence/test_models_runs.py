@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from against_plain import assert_same, built, copied, numbers, part, sgd, token_loss, token_step, tokens
+from pairs import pairwise
 from plain import Net, assert_close, full_parameters
 from ranks import run_processes, run_threads
 from torch import nn
@@ -64,9 +65,7 @@ CUTS = ["each block", "some blocks", "all blocks at once", "segments", "a block 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("reentrant", "cut", "stage"), pairwise([True, False], CUTS, [1, 2, 3]))
 def test_activation_checkpointing_of_both_kinds(reentrant: bool, cut: str, stage: int) -> None:
     model = built(lambda: Recomputing(cut, reentrant))
     probe = copy.deepcopy(model)

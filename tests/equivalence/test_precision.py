@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import Block, Net, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -530,9 +531,7 @@ def trainable(kind: str) -> MakeOptimizer:
     return make
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "kind", "clip"), pairwise([1, 2, 3], ["SGD", "AdamW"], [False, True]))
 def test_parameters_of_several_dtypes_train_as_they_are(world: int, kind: str, clip: bool) -> None:
     plain = copy.deepcopy(mixed())
     train_mixed(plain, trainable(kind)(plain), 0, 1)

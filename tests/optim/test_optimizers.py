@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from plain import assert_close, full_parameters
 from ranks import RanksFailed, run_threads, seeded
 from rules import Rule
@@ -548,9 +549,9 @@ def averaged(model: Any, optimizer: Any, data: torch.Tensor, by: Any) -> list[to
     return outputs
 
 
-@pytest.mark.parametrize("offload", [None, "host"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload"), pairwise([0, 1, 2, 3], [None, "bf16"], [None, "host"]), ids=str
+)
 def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision: Any, offload: Any) -> None:
     plain = copy.deepcopy(MODEL)
     optimizer = Averages(plain.parameters())

@@ -1,0 +1,21 @@
+"""Combinations of several factors with every pair of their values, for tests that need not run the whole product."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+
+def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Choose combinations in which every two values of two factors meet at least once.
+
+    >>> pairwise("ab", (1, 2), "xy")
+    [('a', 1, 'x'), ('a', 2, 'y'), ('b', 1, 'y'), ('b', 2, 'x')]
+    """
+    values = [list(factor) for factor in factors]
+    product = list(itertools.product(*(range(len(each)) for each in values)))
+    pairs = {numbers: set(itertools.combinations(enumerate(numbers), 2)) for numbers in product}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(product, key=lambda numbers: len(pairs[numbers] & missing)))
+        missing -= pairs[chosen[-1]]
+    return [tuple(each[number] for each, number in zip(values, numbers, strict=True)) for numbers in sorted(chosen)]
