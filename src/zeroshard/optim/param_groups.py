@@ -17,7 +17,6 @@ from zeroshard.engine import NO_HISTORY, Engine, FlatGrad, FlatParam, GradHistor
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.model_optimizers import Membership
-from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.slices import OptimizerSlice, make_slices
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.optim.whole_params import WholeParam
@@ -330,8 +329,7 @@ class ParamGroups:
         cpu_updates: CpuUpdates | None,
         step: OptimizerStep,
     ) -> None:
-        engine, self.overrides = member.shared.engine, ParamOverrides(inner)
-        self._engine = engine
+        engine = self._engine = member.shared.engine
         self.inner, self.member, self._cpu_updates = inner, member, cpu_updates
         self._step, self.whole, self.muon = step, step.whole, step.muon
         self.names: list[list[str]] = []  # per group, in the order the user gave them
@@ -368,19 +366,19 @@ class ParamGroups:
                 return
             self.muon.add(names, group)
         segments = self._engine.gradients.memory.segments
-        self.overrides.set_owned(index, listed, [])
+        self.whole.overrides.set_owned(index, listed, [])
         self._set_slices(index, make_slices(flats, set(names), self._step.max_slice_numel, segments))
 
     def _set_whole(self, index: int, names: list[str]) -> None:
         """Replace the parameters of a group by those that this rank owns, with the attributes that the user has set."""
         group, listed = self.inner.param_groups[index], self.views[index].parameters
         originals = dict(zip(names, group["params"], strict=True))  # placeholders if it was added later
-        by_original, by_listed = (self.overrides.find(index, each) for each in (group["params"], listed))
+        by_original, by_listed = (self.whole.overrides.find(index, each) for each in (group["params"], listed))
         options = {name: a or b for name, a, b in zip(names, by_original, by_listed, strict=True)}
         owned = self.whole.add(names)
         for param in owned:
             param.copy_attributes(originals.get(param.name))
-        self.overrides.set_owned(index, listed, [options[param.name] for param in owned])
+        self.whole.overrides.set_owned(index, listed, [options[param.name] for param in owned])
         self._set_owned(index, names, owned)
 
     def set_whole_matrices(self) -> None:
@@ -398,32 +396,6 @@ class ParamGroups:
             labels = dict(zip(names, group["param_names"], strict=True))
             group["param_names"] = [labels[param.name] for param in owned]
         self._step.slice_guard.guard(group["params"])
-
-    def check_unchanged(self, groups: Any, states: Any) -> None:
-        """Raise if the user's code has replaced groups or states, or changed a list of them: it would have no effect.
-
-        ``groups`` and ``states`` are those of the sharded optimizer.
-        """
-        if groups is not self.views or not isinstance(states, StateView):
-            raise RuntimeError(REPLACED_ERROR)
-        self.overrides.check_unchanged()
-        if states.inner is not self.inner.state or len(self.inner.param_groups) != len(self.names):
-            raise RuntimeError(CHANGED_INNER_ERROR)
-        if len(self.names) != len(self.views) or {*map(type, self.views)} != {ParamGroupView}:
-            raise RuntimeError(
-                f"optimizer.param_groups had {len(self.names)} groups, and some were added, removed or replaced in the "
-                "list, which has no effect: change groups in place (optimizer.param_groups[0]['lr'] = …); to train "
-                "more, call optimizer.add_param_group(); to train fewer, call zeroshard.unwrap() and shard again"
-            )
-        for names, view, group in zip(self.names, self.views, self.inner.param_groups, strict=True):
-            if view.inner is not group:
-                raise RuntimeError(CHANGED_INNER_ERROR)
-            if len(names) != len(view.parameters):
-                raise RuntimeError(
-                    f"a parameter group had {len(names)} parameters at shard() and has {len(view.parameters)} now, "
-                    "which has no effect: to train more, call optimizer.add_param_group(); to train fewer, call "
-                    "zeroshard.unwrap() and shard again"
-                )
 
     def check_addable(self, parameters: list[nn.Parameter]) -> list[str]:
         """Return the names of parameters for a new group; raise if they are not the model's or in a group already."""
@@ -583,3 +555,31 @@ class ParamGroups:
             if is_used
         }
         return [parameter for parameter in self.own.params if id(parameter) in used]
+
+
+def check_unchanged(own: ParamGroups, groups: Any, states: Any) -> None:
+    """Raise if the user's code has replaced groups or states, or changed a list of them: it would have no effect.
+
+    ``groups`` and ``states`` are those of the sharded optimizer.
+    """
+    if groups is not own.views or not isinstance(states, StateView):
+        raise RuntimeError(REPLACED_ERROR)
+    if states.inner is not own.inner.state or len(own.inner.param_groups) != len(own.names):
+        raise RuntimeError(CHANGED_INNER_ERROR)
+    if own.whole.overrides.has_manager:
+        own.whole.overrides.check_unchanged()
+    if len(own.names) != len(own.views) or {*map(type, own.views)} != {ParamGroupView}:
+        raise RuntimeError(
+            f"optimizer.param_groups had {len(own.names)} groups, and some were added, removed or replaced in the "
+            "list, which has no effect: change groups in place (optimizer.param_groups[0]['lr'] = …); to train "
+            "more, call optimizer.add_param_group(); to train fewer, call zeroshard.unwrap() and shard again"
+        )
+    for names, view, group in zip(own.names, own.views, own.inner.param_groups, strict=True):
+        if view.inner is not group:
+            raise RuntimeError(CHANGED_INNER_ERROR)
+        if len(names) != len(view.parameters):
+            raise RuntimeError(
+                f"a parameter group had {len(names)} parameters at shard() and has {len(view.parameters)} now, "
+                "which has no effect: to train more, call optimizer.add_param_group(); to train fewer, call "
+                "zeroshard.unwrap() and shard again"
+            )

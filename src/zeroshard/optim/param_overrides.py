@@ -47,6 +47,7 @@ class ParamOverrides:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         manager = vars(optimizer).get(MANAGER_KEY)
         self._optimizer, self._shared = optimizer, manager if is_manager(manager) else None
+        self.has_manager = self._shared is not None
         self._own: Any = None  # the manager of the sharded optimizer
         self._parameters: list[tuple[Any, Options]] = []  # of all groups, with the options of the parameter itself
         self._registered = self._read_registered()

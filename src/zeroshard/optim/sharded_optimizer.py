@@ -21,7 +21,7 @@ from zeroshard.optim.elementwise_check import RuleChecker, find_whole_param_grou
 from zeroshard.optim.local_steps import LocalSteps
 from zeroshard.optim.model_optimizers import ModelOptimizers
 from zeroshard.optim.optimizer_copy import read_state_dict
-from zeroshard.optim.param_groups import ParamGroups, StateView
+from zeroshard.optim.param_groups import ParamGroups, StateView, check_unchanged
 from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.routing import check_empty_groups, find_routing
 from zeroshard.optim.state_dict import (
@@ -179,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def restore_inner(self) -> None:
         """Restore what ``shard()`` has replaced in the inner optimizer, except groups and states."""
         self._mode_switch.restore()
-        self._groups.overrides.restore()
+        self._groups.whole.overrides.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the fp16 loss scale; with other precisions return it unchanged."""
@@ -233,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss, engine, guard = None, self._engine, self._engine.state_guard
         guard.check_states_reloaded()
         guard.check_not_gathered("optimizer.step()")
-        self._groups.check_unchanged(self.param_groups, self.state)
+        check_unchanged(self._groups, self.param_groups, self.state)
         if closure is not None:
             self._groups.check_frozen_grads()
             with torch.enable_grad():
@@ -297,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new_group, config = {**self.inner.defaults, **param_group, "params": params}, engine.context.config
         check_empty_groups([*self._groups.as_named(), new_group])
         (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), [new_group])
-        needs_whole = needs_whole or any(self._groups.overrides.find(len(self._groups.names), params))
+        needs_whole = needs_whole or any(self._groups.whole.overrides.find(len(self._groups.names), params))
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         # The inner optimizer checks the group and adds defaults. Its parameters are replaced, and take no memory.

@@ -55,6 +55,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from zeroshard.comm import CollectiveWork
 from zeroshard.engine import Engine, FlatParam, GradScale
 from zeroshard.memory import TierAllocator
+from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.slices import is_adjacent
 from zeroshard.sharding import Range, round_up
 from zeroshard.tensor_parallel import TPShard
@@ -241,6 +242,7 @@ class WholeParams:
         self._value_runs: dict[WholeParam, Run] = {}  # this rank's shards of what is gathered now
         self.params: list[WholeParam] = []  # in the order of the groups, the same on all ranks
         self.names: set[str] = set()  # of all parameters in their groups, frozen ones included
+        self.overrides = ParamOverrides(inner)
         self.states = WholeStates(inner.state, engine.comm.device, engine.context.tiers)
 
     def add(self, names: Sequence[str], params: list[WholeParam] | None = None) -> list[WholeParam]:
