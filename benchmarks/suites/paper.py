@@ -64,7 +64,7 @@ def show_figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
     """Measure the memory cached."""
     cases = [(model, name) for model, (_, paper) in FIGURE_7.items() for name in paper]
     with ThreadPoolExecutor(chosen.parallel) as pool:
-        shapes = {model: _shrink(work) if chosen.tiny else work for model, (work, _) in FIGURE_7.items()}
+        shapes = {m: replace(_shrink(work), layers=2) if chosen.tiny else work for m, (work, _) in FIGURE_7.items()}
         results = list(pool.map(lambda case: trials.run(configuration=case[1], shape=asdict(shapes[case[0]])), cases))
     table = []
     for (model, name), result in zip(cases, results, strict=True):
