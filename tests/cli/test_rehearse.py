@@ -272,9 +272,9 @@ def train(rank: int, fault: str, options: dict[str, Any], backwards: int, replic
                 model(torch.ones(1, 16))
         optimizer.step()
         optimizer.zero_grad()
-        if fault == "edit on one rank" and rank == 1 and step == 0:
-            with torch.no_grad():
-                model.blocks[1][0].weight.mul_(1.5)
+        if fault == "edit on one rank" and rank == 1 and step == 0:  # which no version counter counts
+            values = model.blocks[1][0].weight.detach().numpy()
+            values *= 1.5
 
 
 def checks_of(world: int, directory: Path, fault: str = "", backwards: int = 1, replicas: int = 1, **options: Any):

@@ -82,8 +82,8 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
     mesh_shape = (ranks,) if partition is None else (replicas, ranks // replicas)
     for measured in moved_bytes(model, "adamw", mesh_shape, accumulate, **options):
         assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
-            measured, rel=0.002, abs=300
-        )  # flags
+            measured, rel=0.002, abs=400
+        )  # flags and digests
 
 
 def test_a_slow_link_between_nodes_is_crossed_once_a_step() -> None:

@@ -253,7 +253,7 @@ def _describe_block_inputs(options: TrainOptions, language_model: LanguageModel,
 def _memory_table(
     options: TrainOptions, language_model: LanguageModel, ranks: int, precision: str, on_gpu: bool
 ) -> list[str]:
-    """Return a table of the memory per rank: one column per stage."""
+    """Return a table of the memory per rank: one column for each stage that the mesh allows."""
     sharding = options.sharding
 
     def predict(stage: int) -> PredictedMemory:
@@ -274,7 +274,14 @@ def _memory_table(
             **{**sharding.shard_options, **changes},
         )
 
-    stages = [predict(stage) for stage in STAGES]
+    predicted: dict[int, PredictedMemory] = {}
+    for stage in STAGES:
+        try:
+            predicted[stage] = predict(stage)
+        except ValueError:
+            if stage == sharding.stage:
+                raise
+    stages = list(predicted.values())
     rows = {kind: [stage.states[kind] for stage in stages] for kind in stages[0].states}
     rows = {kind: sizes for kind, sizes in rows.items() if any(sizes)}
     rows["states"] = [stage.state_bytes for stage in stages]
@@ -283,6 +290,6 @@ def _memory_table(
         sizes = [sum(size for (_, at), size in stage.offloaded.items() if at == tier) for stage in stages]
         if any(sizes):
             rows[f"states on {tier}"] = sizes
-    titles = [f"stage {stage}" + (" ←" if stage == sharding.stage else "") for stage in STAGES]
+    titles = [f"stage {stage}" + (" ←" if stage == sharding.stage else "") for stage in predicted]
     cells = {"": titles} | {name: [format_bytes(size) for size in sizes] for name, sizes in rows.items()}
     return [(f"{name:<18}" + "".join(f"{cell:>13}" for cell in row)).rstrip() for name, row in cells.items()]
