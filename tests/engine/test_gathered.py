@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
+from zeroshard.engine import param_access, param_versions
 
 STAGES = [0, 1, 2, 3]
 PLACES: list[dict[str, Any]] = [{}, {"offload": "host"}, {"precision": "bf16"}]
@@ -580,3 +582,42 @@ def test_an_edit_that_a_failed_backward_would_lose_is_reported_by_the_next_forwa
                 net_loss(model, batch).backward()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_load_after_one_rank_has_read_data_is_no_edit(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
+    plain, data = make_net(), batches(2)
+    zeroshard.save(tmp_path / "a", plain)
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage, **options)
+        if rank == 0:
+            assert sum(p.data.numel() for p in model.parameters()) > 0
+        zeroshard.load(tmp_path / "a", model)
+        step(model, optimizer, split(data[1], rank, 2))
+        return full_parameters(model)
+
+    first, second = run_threads(2, body)
+    assert_equal(first, second)
+
+
+def test_a_unit_is_checked_for_edits_once_however_many_parameters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(parameters: Any) -> list[int]:
+        calls.append(len(parameters))
+        return param_versions(parameters)
+
+    monkeypatch.setattr(param_access, "param_versions", counted)
+
+    def body(rank: int) -> int:
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)])
+        model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+        before = len(calls)
+        for parameter in model.parameters():
+            _ = parameter.data
+        return len(calls) - before
+
+    assert run_threads(1, body) == [0]  # there is nobody to compare with
+    assert max(run_threads(2, body)) < 100  # of both ranks, not for each of 100 parameters

@@ -46,7 +46,7 @@ class Overridable(torch.optim.Optimizer):
                 options.update(self.mng.pid2config.get(id(parameter), {}))
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                 momentum.mul_(0.9).add_(parameter.grad)
-                parameter.sub_(options["lr"] * momentum)
+                parameter.sub_(options.get("sign", 1.0) * options["lr"] * momentum)
 
 
 def make_model() -> Any:
@@ -57,7 +57,8 @@ def make_model() -> Any:
 def make_optimizer(model: Any, manager: Manager, is_late: bool = False) -> Overridable:
     """By module, by id and by place; with ``is_late`` the last parameter is in no group yet."""
     parameters = list(model.parameters())
-    manager.module_weight_config_triple.append((model[0], "weight", {"lr": 0.01}))
+    manager.index2config[0, 0] = {"sign": -1.0}  # which the options of the module replace, of which the last ones count
+    manager.module_weight_config_triple += [(model[0], "weight", {"lr": lr}) for lr in (5.0, 0.01)]
     manager.pid2config[id(model[3].weight)] = {"lr": 0.3}
     optimizer = Overridable([{"params": parameters[:1]}, {"params": parameters[1 : -1 if is_late else None]}], manager)
     manager.index2config[1, 1] = {"lr": 0.0}  # the bias

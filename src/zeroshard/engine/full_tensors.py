@@ -141,9 +141,8 @@ def gathered_copies(engine: Engine, units: list[Unit], write_rank: int | None) -
         for unit in copied:
             drop_copy(unit)
             if not unit.is_partitioned:
-                unit.replicated_edits.record_versions()
-                if written:
-                    unit.replicated_edits.checksum_before = None  # all ranks have the values of one
+                edits = unit.replicated_edits
+                edits.accept_values() if written else edits.record_versions()
         if written:
             engine.release_retained()
 

@@ -292,7 +292,7 @@ class ReplicatedEditDetector:
 
     def record_checksum(self) -> None:
         """Record a checksum of the values before an edit that may follow."""
-        if self.is_compared and not self._find_version_edits() and self.checksum_before is None:
+        if self.is_compared and self.checksum_before is None and not self._find_version_edits():
             self.checksum_before = self.checksum()
 
     def checksum(self) -> torch.Tensor:
@@ -309,6 +309,11 @@ class ReplicatedEditDetector:
         for flat in self._flats if flats is None else flats:
             if self.is_compared or flat.master is not None:
                 self._known_versions[flat] = param_versions(flat.parameters)
+
+    def accept_values(self) -> None:
+        """Record the versions of values that all ranks got, so that earlier edits do not count."""
+        self.record_versions()
+        self.checksum_before = None
 
     def _find_version_edits(self) -> list[FlatParam]:
         """Return the flats whose version counters have grown, and count them as edited when ranks are compared."""

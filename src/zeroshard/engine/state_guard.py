@@ -284,7 +284,7 @@ class StateGuard:
                 unit.start_unshard(include_frozen=True)
         self._wait_updates()
         for unit in self.replicated_units:
-            unit.replicated_edits.record_versions()
+            unit.replicated_edits.accept_values()
 
     def write_back_params(self) -> None:
         """Write values of replicated parameters, the same on all ranks, back to shards and masters."""

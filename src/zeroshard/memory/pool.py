@@ -22,7 +22,8 @@ the pool does nothing.
 [Note: when a pool is freed]
 torch ends the process if a ``MemPool`` is freed while any thread allocates from one, or captures a graph. The garbage
 collector may free the pool of a model that was dropped at any time, also then. So a pool that nothing needs any more is
-handed to ``_PoolReleases``, which frees it at once if no thread is inside ``with pool:``, or when the last one leaves.
+handed to ``_PoolReleases``. That frees it at once if no thread is inside ``with pool:`` and this one captures no graph,
+else when the last one leaves. Pools and captures of the user's code in other threads are not known here.
 """
 
 from __future__ import annotations

@@ -245,8 +245,9 @@ class StepChecker:
         if self._pinned is None:
             self._raise_if_different(largest, rank)
             return
-        if self._copy_done is not None:
-            self._copy_done.synchronize()  # the previous step's copy
+        copy_done, self._copy_done = self._copy_done, None  # of the previous step; reported once
+        if copy_done is not None:
+            copy_done.synchronize()
             self._raise_if_different(self._pinned, rank)
         self._pinned.copy_(largest, non_blocking=True)
         self._copy_done = record_blocking_event(torch.cuda.current_stream())

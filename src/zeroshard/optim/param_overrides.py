@@ -54,19 +54,16 @@ class ParamOverrides:
 
     def find(self, number: int, parameters: Iterable[Any]) -> list[Options]:
         """Return the options of each parameter of a group."""
-        by_place = {} if self._shared is None else self._shared.index2config
-        return [
-            {**by_place.get((number, place), {}), **self._options_of(parameter)}
-            for place, parameter in enumerate(parameters)
-        ]
+        return [self._options_of(parameter, (number, place)) for place, parameter in enumerate(parameters)]
 
-    def _options_of(self, parameter: Any) -> Options:
+    def _options_of(self, parameter: Any, place: tuple[int, int] | None = None) -> Options:
+        """Look options up as bitsandbytes does: those of a module replace all others, and the last ones count."""
         if self._shared is None:
             return {}
-        for module, name, options in self._by_module():
+        for module, name, options in reversed(self._by_module()):
             if getattr(module, name, None) is parameter:
                 return dict(options)
-        return dict(self._shared.pid2config.get(id(parameter), {}))
+        return {**self._shared.index2config.get(place, {}), **self._shared.pid2config.get(id(parameter), {})}
 
     def _read_registered(self) -> Any:
         if self._shared is None:

@@ -3,8 +3,8 @@
 [Note: symmetric products]
 G and bG + cG² are symmetric, but cuBLAS has no product in bf16 that makes use of it. On a Hopper GPU, a Triton kernel
 computes the tiles on and below the diagonal, and writes each of the others as the transpose of one of these. It adds bG
-to the sums before it rounds them, where torch copies G first. A tile takes as long as one of cuBLAS. So this is faster
-if there are more tiles than multiprocessors: from one matrix of 2048 rows or four of 1024 on.
+to the sums before it rounds them, where torch copies G first. A tile takes as long as one of cuBLAS. So this is used if
+there are at least as many tiles as multiprocessors: from one matrix of 2048 rows or four of 1024 on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_tall(stack: torch.Tensor) -> bool:
 
 
 class StackKernels(Protocol):
-    """What Newton–Schulz does with a stack of contiguous bf16 matrices, but for the last product."""
+    """What Newton–Schulz does with a stack of contiguous bf16 matrices, except the last product."""
 
     def normalize(self, stack: torch.Tensor, eps: float) -> None:
         """Divide each matrix of a stack by its norm, in place."""
