@@ -296,7 +296,7 @@ class ReplicatedEditDetector:
             self.checksum_before = self.checksum()
 
     def checksum(self) -> torch.Tensor:
-        """Return one number for all values, except those that are split over the tensor axis."""
+        """Return one number for the values of all flats without parameters that are split over the tensor axis."""
         total = torch.ones((), dtype=torch.int64, device=self._flats[0].device)
         for flat in self._flats:
             if not any(flat.tp_shards):

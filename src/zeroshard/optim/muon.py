@@ -1,4 +1,4 @@
-"""MuonWithAdamW: torch's Muon for some groups, and torch's AdamW for the others, as one optimizer; step_muon."""
+"""MuonWithAdamW: torch's Muon for some groups, and torch's AdamW for the others, as one optimizer; Muon in batches."""
 
 from __future__ import annotations
 
