@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from zeroshard.api import ChosenConfig, shard_model
 from zeroshard.comm import ConsistencyChecker
 from zeroshard.config.config import Config
+from zeroshard.utils.version import check_version
 
 LOSSY_OPTIONS = ("gather_dtype", "reduce_wire")
 
@@ -62,6 +63,7 @@ def shard(
     >>> optimizer.step()
     >>> optimizer.zero_grad()
     """
+    check_version("torch")
     if config is not None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be a zeroshard.Config, got {type(config).__name__}: pass options by name")

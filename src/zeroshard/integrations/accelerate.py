@@ -31,9 +31,9 @@ from torch import nn
 import zeroshard
 from zeroshard.comm import tensor_axis_name
 from zeroshard.engine import unwrap_compiled
-from zeroshard.integrations import require
+from zeroshard.utils.version import check_version
 
-require("accelerate", ">=1.15,<2")
+check_version("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard
-from zeroshard.integrations import require
+from zeroshard.utils.version import check_version
 
-require("lightning", ">=2.6,<2.7")
+check_version("lightning")
 
 import lightning.pytorch as pl  # noqa: E402
 from lightning.fabric.plugins import precision as fabric_precision  # noqa: E402

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.integrations import require
 from zeroshard.utils.stored_tensor import StoredFile, StoredTensor
+from zeroshard.utils.version import check_version
 
-require("transformers", ">=5.22,<6")
+check_version("transformers")
 
 import transformers  # noqa: E402
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402

@@ -30,9 +30,9 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.integrations import require
+from zeroshard.utils.version import check_version
 
-require("transformers", ">=5.22,<6")
+check_version("transformers")
 
 import transformers  # noqa: E402
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME  # noqa: E402
@@ -61,7 +61,7 @@ class ZeroTrainerMixin(_Trainer):
         """Check the version of TRL, if the class is made of one of its trainers."""
         super().__init_subclass__(**kwargs)
         if any(base.__module__.partition(".")[0] == "trl" for base in cls.__mro__):
-            require("trl", ">=1.16,<2")
+            check_version("trl")
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.zero = zero
