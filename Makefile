@@ -1,7 +1,10 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
-# make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all:
-#              all, in less time than the one after the other
+# make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-all: also those that start programs
+#              Both run three cases of each test function, others for each commit: CASES=all for all.
+#              test-nightly: every case, also with Lightning, Ray and other large packages
+#              test-versions: the fast tests on the oldest and the newest Python and torch
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
+# make durations  measure which tests are slow: writes tests/durations.json
 # make evidence  measure what docs/evidence.md shows, on a GPU, in about half an hour, and write the page
 # make lint    run ruff and mypy
 # make docs    build the documentation as a site: build/site/index.html
@@ -14,29 +17,39 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
 PIP_ARGS ?=
+CASES  ?= 3
 PYTEST_ARGS ?= -q -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PYTEST := $(BIN)/python -m pytest
 # More workers than cores: slow tests wait for processes and timeouts. Files stay together, for their fixtures.
-SLOW_ARGS := -q -n 3 --dist loadfile --no-loadscope-reorder
+ALL_ARGS := -q -n 3 --dist loadfile --no-loadscope-reorder
+VERSIONS := python3.11/torch==2.11.0 python3.13/torch
 
-.PHONY: train test test-slow test-gpu test-all evidence lint docs wheel dev clean
+.PHONY: train test test-all test-nightly test-versions test-gpu durations evidence lint docs wheel dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
-
-test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(SLOW_ARGS)
-
-test-gpu: $(VENV)/.test  # on a machine with a GPU; several NCCL ranks share it if there are not enough
-	$(BIN)/python -m pytest tests/gpu -q
+	$(PYTEST) -m "not slow" --cases $(CASES) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(SLOW_ARGS)
+	$(PYTEST) --cases $(CASES) $(ALL_ARGS)
+
+test-nightly: $(VENV)/.nightly
+	$(PYTEST) $(ALL_ARGS)
+
+test-versions:
+	$(foreach pair,$(VERSIONS),$(MAKE) test VENV=build/$(subst /,-,$(pair)) PYTHON=$(firstword $(subst /, ,$(pair))) \
+		TORCH=$(lastword $(subst /, ,$(pair))) &&) true
+
+test-gpu: $(VENV)/.test  # on a machine with a GPU; several NCCL ranks share it if there are not enough
+	$(PYTEST) tests/gpu -q
+
+durations: $(VENV)/.nightly
+	$(PYTEST) -q --record-durations
 
 evidence: $(VENV)/.test
 	$(BIN)/python -m benchmarks evidence $(ARGS)
@@ -69,6 +82,10 @@ $(VENV)/.train: $(VENV)/.base
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) --editable '.[test]'
 	touch $@
+
+$(VENV)/.nightly: $(VENV)/.base
+	$(PIP) --editable '.[test-nightly]'
+	touch $@ $(VENV)/.test
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[test,dev]'

@@ -1,12 +1,16 @@
 """Setup of all tests: the path of the rank harness, one torch thread, and no processes left at the end."""
 
 import gc
+import hashlib
+import json
 import os
+import subprocess
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -20,32 +24,93 @@ sys.dont_write_bytecode = False  # and pytest rewrites the asserts of all test f
 ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
 
-# Seconds of files that the marks of their tests do not show: many tests of half a second, or one set-up for all.
-LONG_FILES = {
-    "test_train_command": 60,
-    "test_optimizer_table": 55,
-    "test_transformers": 50,
-    "test_hierarchical": 40,
-    "test_local_steps": 35,
-    **dict.fromkeys(("test_eight_bits", "test_whole_params", "test_sharded_muon"), 30),
-    **dict.fromkeys(("test_lightning_optimizers", "test_trl", "test_auto", "test_prediction_vs_measured"), 20),
-    **dict.fromkeys(("test_optimizers", "test_plan", "test_lightning", "test_lightning_habits"), 15),
-}
+DURATIONS = Path(__file__).with_name("durations.json")  # made by `make durations`
+SLOW_SECONDS = 0.5
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in gpu/, and run the files that take longest first: pytest-xdist keeps this order.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", default="all", help="run at most so many cases of each test function (default: all)")
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
 
-    (With `--no-loadscope-reorder`. Started last, such a file would still run when all others are done.)
+
+def commit() -> str:
+    """Return the commit of the sources, or nothing outside a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except OSError:  # no git
+        return ""
+
+
+def function_of(node_id: str) -> str:
+    """Return a test function's name without its case.
+
+    >>> function_of("tests/test_docs.py::test_links[a-b]")
+    'tests/test_docs.py::test_links'
     """
-    seconds: dict[Path, float] = defaultdict(float)
+    return node_id.partition("[")[0]
+
+
+def choose_cases(node_ids: list[str], cases: int, seed: str) -> set[str]:
+    """Choose at most ``cases`` of each function, others for each ``seed``.
+
+    >>> [len(choose_cases(["f[1]", "f[2]", "f[3]", "g"], 2, seed)) for seed in ("a commit", "the next")]
+    [3, 3]
+    """
+    by_function: dict[str, list[str]] = defaultdict(list)
+    for node_id in sorted(node_ids, key=lambda node_id: hashlib.sha256((seed + node_id).encode()).digest()):
+        by_function[function_of(node_id)].append(node_id)
+    return {node_id for group in by_function.values() for node_id in group[:cases]}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Mark GPU tests and slow tests; of those that -m and -k select, choose cases; run the longest files first.
+
+    (With `--no-loadscope-reorder`, pytest-xdist keeps this order. A long file that starts last would run alone.)
+    """
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text())
     for item in items:
-        seconds[item.path] = seconds[item.path] or LONG_FILES.get(item.path.stem, 0.0)
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
-        slow = item.get_closest_marker("slow")
-        seconds[item.path] += 0.1 if slow is None else slow.kwargs.get("seconds", 1)
-    items.sort(key=lambda item: -seconds[item.path])
+        if seconds.get(function_of(item.nodeid), 0.0) >= SLOW_SECONDS:
+            item.add_marker("slow")
+    yield
+    cases = config.getoption("cases")
+    if cases != "all":
+        chosen = choose_cases([item.nodeid for item in items], int(cases), commit())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+    of_file: dict[Path, float] = defaultdict(float)
+    for item in items:
+        of_file[item.path] += seconds.get(function_of(item.nodeid), 0.1)
+    items.sort(key=lambda item: -of_file[item.path])
+
+
+class DurationRecorder:
+    """Writes the mean seconds of a case of each test function, for those above a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        by_function: dict[str, list[float]] = defaultdict(list)
+        for node_id, seconds in self._seconds.items():
+            by_function[function_of(node_id)].append(seconds)
+        means = {name: round(mean(cases), 1) for name, cases in sorted(by_function.items())}
+        DURATIONS.write_text(json.dumps({name: value for name, value in means.items() if value > 0.1}, indent=0) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationRecorder())
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases of a function: {config.getoption('cases')}, chosen by commit {commit()[:9] or 'unknown'}"
 
 
 @pytest.hookimpl(wrapper=True)

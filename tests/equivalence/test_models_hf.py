@@ -311,6 +311,7 @@ def graph_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), (3, 3)])
 def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
     """Part by part: every rank has a graph of its own."""
+    pytest.importorskip("torch_geometric", reason="in the extra test-nightly")
     edges = [batch[..., :2].transpose(1, 2).argsort(-1) % 9 for batch in numbers(3, world, 20, 2, seed=3)]
     batches = [{"nodes": nodes, "edges": edge} for nodes, edge in zip(numbers(3, world, 9, 5), edges, strict=True)]
     assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_optimizer as po
 import torch
 from bf16_products import Bf16ProductsInFp32
 from plain import full_parameters
@@ -23,6 +22,8 @@ from transformers.optimization import Adafactor as HuggingFaceAdafactor
 import zeroshard
 from zeroshard.optim import sharded_optimizer
 from zeroshard.optim.elementwise_check import find_whole_param_groups
+
+po = pytest.importorskip("pytorch_optimizer", reason="in the extra test-nightly")
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (11, 6),
