@@ -63,7 +63,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev  # warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python docs/site.py
+	$(BIN)/zensical build --clean --strict
 
 wheel: $(VENV)/.dev  # without a build environment of its own: nothing is downloaded
 	$(BIN)/python -m hatchling build -d dist -t sdist

@@ -1,17 +1,15 @@
-"""How the site is made of this repository: pages from other files, links between them, docstrings as Markdown."""
+"""The pages of the site: docs/, other files, the API reference. `python docs/site.py` writes them to build/pages."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import griffe
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {  # files outside docs/ that are pages of the site
@@ -26,22 +24,19 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^(```.*?^```)", re.M | re.S)
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/."""
-    for source, page in PAGES.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
+def write_pages(target: Path) -> None:
+    """Write the pages, with links that hold on the site, and the other files of docs/."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", target, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    sources = {page: ROOT / source for source, page in PAGES.items()}
+    sources |= {path.name: path for path in (ROOT / "docs").glob("*.md")}
+    for page, source in sources.items():
+        text = source.read_text(encoding="utf-8")
         if page == "examples.md":
             for path in EXAMPLES:
                 text += f"\n## {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
-        files.append(File.generated(config, page, content=_with_site_links(text, ROOT / source)))
-    files.append(File.generated(config, "api.md", content=api_page()))
-    return files
-
-
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files outside docs/ to their pages. (A file that is not a page is named only.)"""
-    source = page.file.abs_src_path
-    return markdown if source is None or page.file.generated_by else _with_site_links(markdown, Path(source))
+        (target / page).write_text(_with_site_links(text, source), encoding="utf-8")
+    (target / "api.md").write_text(api_page(), encoding="utf-8")
 
 
 def _with_site_links(text: str, source: Path) -> str:
@@ -141,3 +136,6 @@ def _reference(match: re.Match[str]) -> str:
 
 
 GROUP_NAMES = {name for text in GROUPS.values() for name in text.split()}
+
+if __name__ == "__main__":
+    write_pages(ROOT / "build" / "pages")
