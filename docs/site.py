@@ -13,6 +13,7 @@ import griffe
 
 ROOT = Path(__file__).parents[1]
 PAGES = {  # files outside docs/ that are pages of the site
+    "benchmarks/results/README.md": "records.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples.md",

@@ -17,6 +17,7 @@ import pytest
 
 # for `from ranks import run_threads` and names that test files share, also in the harness's worker processes
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.glob("*/*.py")}))
+import combinations
 import ranks
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again
@@ -30,7 +31,7 @@ SLOW_SECONDS = 0.5
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", default="all", help="run at most so many cases of each test function (default: all)")
-    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
+    parser.addoption("--record-durations", action="store_true", help="write durations.json and combinations.json")
 
 
 def commit() -> str:
@@ -88,13 +89,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class DurationRecorder:
-    """Writes the mean seconds of a case of each test function, for those above a tenth of a second."""
+    """Writes the mean seconds of a case of each test function, for those above a tenth of a second.
+
+    And which features the tests that passed ran together.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
+        self._pairs: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            self._pairs.update(*dict(report.user_properties).values())
 
     def pytest_sessionfinish(self) -> None:
         by_function: dict[str, list[float]] = defaultdict(list)
@@ -102,6 +109,17 @@ class DurationRecorder:
             by_function[function_of(node_id)].append(seconds)
         means = {name: round(mean(cases), 1) for name, cases in sorted(by_function.items())}
         DURATIONS.write_text(json.dumps({name: value for name, value in means.items() if value > 0.1}, indent=0) + "\n")
+        combinations.RECORD.write_text(json.dumps(sorted(self._pairs), indent=0) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Record the features of a test that passes."""
+    if not item.config.getoption("record_durations"):
+        return (yield)
+    with combinations.recorded() as pairs:
+        yield
+    item.user_properties.append(("combinations", sorted(pairs)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

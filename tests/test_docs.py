@@ -6,6 +6,7 @@ import functools
 import re
 from pathlib import Path
 
+import combinations
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -59,3 +60,7 @@ def test_the_layout_on_the_architecture_page_exists() -> None:
         folders[len(indent) // 2 - 1 :] = [name]
         assert (ROOT / "src/zeroshard" / "".join(folders)).exists(), "".join(folders)
     assert len(re.findall(r"\.py  ", tree)) > 30
+
+
+def test_what_combines_with_what_is_what_the_tests_have_run() -> None:
+    assert combinations.PAGE.read_text(encoding="utf-8") == combinations.page()

@@ -216,7 +216,7 @@ def test_data_on_pages_can_be_read(language: str) -> None:
 
 
 def test_every_block_has_a_language_that_is_known() -> None:
-    known = {"", "python", "pycon", *PARSERS}
+    known = {"", "diff", "python", "pycon", *PARSERS}
     for page in PAGES:
         assert {match[2] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))} <= known, page
 
