@@ -287,7 +287,7 @@ EARLY: dict[str, tuple[str, Callable[[Path], object], str]] = {  # the file, wha
     "index cut": ("index", lambda path: os.truncate(path, 200), "damaged"),
     "index of others": ("index", lambda path: path.write_text('{"metadata": {}, "weight_map": {}}'), INDEX),
     "index no object": ("index", lambda path: path.write_text("[1, 2]"), INDEX),
-    "index newer": ("index", lambda path: rewrite_index(path, version=5), "version 5"),
+    "index newer": ("index", lambda path: rewrite_index(path, version=2), "version 2, expected 1"),
     "index without files": ("index", lambda path: rewrite_index(path, files=None), "files"),
     "index flipped": ("index", lambda path: flip(path, random.Random(1)), "damaged"),
 }

@@ -128,23 +128,24 @@ def test_the_division_that_leaves_the_line_as_it_is_is_not_recorded() -> None:
 
 
 NONSENSE: dict[str, Any] = {
-    "dimension twice": [0, 0],
-    "too few dimensions": [0],
-    "no list": "01",
-    "fractions": [0.0, 1.0],
-    "no dimension": {"dims": [0, 1], "spans": [[[0, 2]], [[2, 4]]]},
-    "dimension beyond": {"dims": [0, 1], "divided": 2, "spans": [[[0, 2]], [[2, 4]]]},
-    "no spans": {"dims": [0, 1], "divided": 1},
-    "a gap": {"dims": [0, 1], "divided": 1, "spans": [[[0, 2]], [[3, 4]]]},
-    "an overlap": {"dims": [0, 1], "divided": 1, "spans": [[[0, 3]], [[2, 4]]]},
-    "too short": {"dims": [0, 1], "divided": 1, "spans": [[[0, 2]], [[2, 3]]]},
-    "too long": {"dims": [0, 1], "divided": 1, "spans": [[[0, 2]], [[2, 5]]]},
-    "backwards": {"dims": [0, 1], "divided": 1, "spans": [[[0, 4], [4, 2], [2, 4]]]},
-    "below zero": {"dims": [0, 1], "divided": 1, "spans": [[[-1, 4]]]},
-    "not of two": {"dims": [0, 1], "divided": 1, "spans": [[[0, 2, 4]]]},
-    "not deep enough": {"dims": [0, 1], "divided": 1, "spans": [[0, 4]]},
-    "texts": {"dims": [0, 1], "divided": 1, "spans": [[["0", "4"]]]},
-    "mixed": {"dims": [0, 1], "divided": 1, "spans": [[[0, "4"], ["a", 2]]]},
+    "dimension twice": {"dim_order": [0, 0]},
+    "too few dimensions": {"dim_order": [0]},
+    "no list": {"dim_order": "01"},
+    "fractions": {"dim_order": [0.0, 1.0]},
+    "no object": {"tensor_parallel": [[[0, 2]], [[2, 4]]]},
+    "no dimension": {"tensor_parallel": {"ranges": [[[0, 2]], [[2, 4]]]}},
+    "dimension beyond": {"tensor_parallel": {"dim": 2, "ranges": [[[0, 2]], [[2, 4]]]}},
+    "no ranges": {"tensor_parallel": {"dim": 1}},
+    "a gap": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 2]], [[3, 4]]]}},
+    "an overlap": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 3]], [[2, 4]]]}},
+    "too short": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 2]], [[2, 3]]]}},
+    "too long": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 2]], [[2, 5]]]}},
+    "backwards": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 4], [4, 2], [2, 4]]]}},
+    "below zero": {"tensor_parallel": {"dim": 1, "ranges": [[[-1, 4]]]}},
+    "not of two": {"tensor_parallel": {"dim": 1, "ranges": [[[0, 2, 4]]]}},
+    "not deep enough": {"tensor_parallel": {"dim": 1, "ranges": [[0, 4]]}},
+    "texts": {"tensor_parallel": {"dim": 1, "ranges": [[["0", "4"]]]}},
+    "mixed": {"tensor_parallel": {"dim": 1, "ranges": [[[0, "4"], ["a", 2]]]}},
 }
 
 
@@ -436,7 +437,7 @@ def test_every_element_is_written_once(written: Written) -> None:
         assert sorted(names) == sorted(name for name in saved if not name.endswith("/step"))
         for fqn, tensor in index.tensors.items():
             assert sum(stretch.numel for stretch in tensor.shards) == tensor.numel, fqn
-        assert index.optimizer is not None and len(index.optimizer["counters"]) == len(index.parameters)
+        assert index.optimizer is not None and len(index.optimizer["scalars"]) == len(index.requires_grad)
 
 
 class Wide(nn.Module):
@@ -509,14 +510,13 @@ def test_inspect_tells_the_tensor_degree(written: Written, capsys: pytest.Captur
         assert json.loads(capsys.readouterr().out)["tensor"] == degree
 
 
-def test_the_index_says_by_its_version_whether_anything_is_divided(written: Written) -> None:
+def test_the_index_has_the_tensor_parallel_ranges_of_column_shards(written: Written) -> None:
     for place, (path, _, _) in written.items():
         index = json.loads((path / "index.json").read_text())
-        orders = {name: saved["order"] for name, saved in index["tensors"].items() if "order" in saved}
-        assert index["version"] == (2 if place[0][-1] > 1 else 1)  # an older zeroshard would read nonsense
+        orders = {name: saved["dim_order"] for name, saved in index["tensors"].items() if "tensor_parallel" in saved}
         divided = ("attention.qkv", "attention.out.weight", "mlp.down.weight") if place[0][-1] > 1 else ()
         assert {name for name in orders if name.startswith("model/")} == {
-            f"model/{name}" for name in index["parameters"] if any(part in name for part in divided)
+            f"model/{name}" for name in index["requires_grad"] if any(part in name for part in divided)
         }  # not the rows of the vocabulary, nor mlp.up: their line is the plain one
 
 
@@ -528,11 +528,11 @@ class Convolution(nn.Conv2d):
         self.to(memory_format=torch.channels_last)
 
 
-def test_an_index_of_the_first_version_loads(tmp_path: Path) -> None:
+def test_the_index_has_the_dim_order_of_channels_last_tensors(tmp_path: Path) -> None:
     model = Convolution()
     zeroshard.save(tmp_path, model)
     index = json.loads((tmp_path / "index.json").read_text())
-    assert index["version"] == 1 and index["tensors"]["model/weight"]["order"] == [0, 2, 3, 1]
+    assert index["version"] == 1 and index["tensors"]["model/weight"]["dim_order"] == [0, 2, 3, 1]
     other = nn.Conv2d(2, 3, 2, bias=False)
     zeroshard.load(tmp_path, other)
     assert torch.equal(model.weight, other.weight)
@@ -558,7 +558,7 @@ def test_an_index_with_a_division_that_cannot_be_is_refused(
     name = "model/blocks.0.mlp.down.weight"
 
     def shorten(plain: dict[str, Any]) -> None:
-        plain["tensors"][name]["order"]["spans"][1][0][1] -= 1
+        plain["tensors"][name]["tensor_parallel"]["ranges"][1][0][1] -= 1
 
     path = rewritten(written[(1, 2), 0][0], tmp_path / "step-1", shorten)
     wanted = f"index.json is damaged: {name} has TP ranges that do not cover dimension 1"

@@ -101,19 +101,22 @@ def without(*steps: Any) -> Callable[[Plain], None]:
 
 
 def no_counters(plain: Plain) -> None:
-    plain["optimizer"]["counters"] = {name: {} for name in plain["optimizer"]["counters"]}
+    plain["optimizer"]["scalars"] = {name: {} for name in plain["optimizer"]["scalars"]}
 
 
 def of_a_huge_tensor(plain: Plain) -> None:
     """An extra of 10¹² elements, in a file that is said to have them."""
     number = len(plain["files"])
-    plain["files"].append({"name": "other-00009-00000000.safetensors", "nbytes": 4 * 10**12, "sums": [0] * 953675})
-    plain["tensors"]["other/huge"] = {"shape": [10**12], "dtype": "F32", "stretches": [[0, 10**12, number, 0]]}
+    plain["files"].append(
+        {"name": "other-00009-00000000.safetensors", "nbytes": 4 * 10**12, "block_crc32": [0] * 953675}
+    )
+    plain["tensors"]["other/huge"] = {"shape": [10**12], "dtype": "F32", "shards": [[0, 10**12, number, 0]]}
     plain["extra"]["tensor"] = {"$tensor": "huge"}
 
 
 W = ("tensors", "model/0.weight")
-S = (*W, "stretches", 0)
+SHARDING = {"stage": 3, "precision": None, "tensor_parallel_degree": 1}
+S = (*W, "shards", 0)
 HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed, and a word of the error
     "absolute name": (at("files", 0, "name", to="/etc/passwd"), r"files\[0\].name is '/etc/passwd'"),
     "name of a parent": (at("files", 0, "name", to="../model.safetensors"), "in the checkpoint's directory"),
@@ -122,14 +125,14 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "name of another file": (at("files", 0, "name", to=lambda old: old.replace("model", "mode1")), "is missing"),
     "size of no number": (at("files", 0, "nbytes", to="1"), r"files\[0\].nbytes"),
     "negative size": (at("files", 0, "nbytes", to=-1), r"files\[0\].nbytes"),
-    "few sums": (at("files", 0, "sums", to=[]), r"files\[0\].sums"),
+    "few sums": (at("files", 0, "block_crc32", to=[]), r"files\[0\].block_crc32"),
     "past the end": (at(*S, 3, to=10**6), r"model/0.weight has elements 0 to 24 of 24 at bytes 1000000 to"),
     "negative offset": (at(*S, 3, to=-4), "integers of at least 0"),
     "odd offset": (at(*S, 3, to=lambda old: old + 1), "overlap|multiple of 4"),
     "another place": (at(*S, 3, to=8), "the header of the file|overlap"),
     "file that is not there": (at(*S, 2, to=99), "one of 3 files"),
     "negative file": (at(*S, 2, to=-1), "integers of at least 0"),
-    "overlap": (lambda plain: plain["tensors"][W[1]]["stretches"].append([3, 2, 0, 8]), "element 3 twice"),
+    "overlap": (lambda plain: plain["tensors"][W[1]]["shards"].append([3, 2, 0, 8]), "element 3 twice"),
     "gap": (at(*S, 1, to=23), "model/0.weight has no values from element 23 of 24 on"),
     "too many elements": (at(*S, 1, to=25), "has elements 0 to 25 of 24"),
     "short stretch": (at(*S, to=lambda old: old[:3]), r"\[start, numel, file, offset\]"),
@@ -143,8 +146,8 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "another shape": (at(*W, "shape", to=[4, 6]), "the header of the file"),
     "negative shape": (at(*W, "shape", to=[-6, -4]), "sizes of at least 0"),
     "endless shape": (at(*W, "shape", to=[2**40, 2**40]), "at most"),
-    "no order": (at(*W, "order", to=[1, 1]), "a dimension order that is not a permutation"),
-    "turned": (at(*W, "order", to=[1, 0]), "the header of the file"),
+    "no order": (at(*W, "dim_order", to=[1, 1]), "a dim_order that is not a permutation"),
+    "turned": (at(*W, "dim_order", to=[1, 0]), "the header of the file"),
     "swapped": (
         lambda plain: plain["tensors"].update(
             {"model/1.weight": plain["tensors"]["model/1.bias"], "model/1.bias": plain["tensors"]["model/1.weight"]}
@@ -155,23 +158,26 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "a tensor more": (at("tensors", to=lambda old: {**old, "else/x": old[W[1]]}), "a name that begins with"),
     "huge": (of_a_huge_tensor, "other-00009-00000000.safetensors is missing"),
     "no counters": (no_counters, "0.weight has the optimizer states .* but no step"),
-    "a counter that is text": (at("optimizer", "counters", "0.weight", "step", to="2"), "has step '2'"),
+    "a counter that is text": (at("optimizer", "scalars", "0.weight", "step", to="2"), "has step '2'"),
     "a counter that is NaN": (
-        at("optimizer", "counters", "0.weight", "step", to={"$float": "nan"}),
+        at("optimizer", "scalars", "0.weight", "step", to={"$float": "nan"}),
         "step nan",
     ),
-    "no table of counters": (without("optimizer", "counters"), "optimizer"),
-    "counters of a state": (at("optimizer", "counters", "0.weight", "exp_avg", to=1.0), "exp_avg both"),
+    "no table of counters": (without("optimizer", "scalars"), "optimizer"),
+    "counters of a state": (at("optimizer", "scalars", "0.weight", "exp_avg", to=1.0), "exp_avg both"),
     "rate of text": (
-        at("optimizer", "groups", 0, "options", "lr", to="0.1"),
+        at("optimizer", "param_groups", 0, "options", "lr", to="0.1"),
         "lr '0.1' \\(a string\\), expected a number",
     ),
-    "no rate": (without("optimizer", "groups", 0, "options", "lr"), "has no lr"),
-    "rate not finite": (at("optimizer", "groups", 0, "options", "lr", to={"$float": "inf"}), "a finite number"),
-    "one beta": (at("optimizer", "groups", 0, "options", "betas", to={"$tuple": [0.9]}), "betas"),
-    "decay of nothing": (at("optimizer", "groups", 0, "options", "weight_decay", to=None), "cannot step"),
-    "a name twice": (at("optimizer", "groups", 0, "names", to=lambda old: old + old[:1]), "in one group, once"),
-    "a scale of text": (at("optimizer", "loss_scale", to=["1", 0]), "optimizer.loss_scale"),
+    "no rate": (without("optimizer", "param_groups", 0, "options", "lr"), "has no lr"),
+    "rate not finite": (at("optimizer", "param_groups", 0, "options", "lr", to={"$float": "inf"}), "a finite number"),
+    "one beta": (at("optimizer", "param_groups", 0, "options", "betas", to={"$tuple": [0.9]}), "betas"),
+    "decay of nothing": (at("optimizer", "param_groups", 0, "options", "weight_decay", to=None), "cannot step"),
+    "a name twice": (
+        at("optimizer", "param_groups", 0, "param_names", to=lambda old: old + old[:1]),
+        "in one group, once",
+    ),
+    "a scale of text": (at("optimizer", "loss_scale", to={"scale": "1", "growth_tracker": 0}), "optimizer.loss_scale"),
     "load as a dtype": (at("extra", "kind", "$dtype", to="load"), "extra.kind: .dtype is 'load'"),
     "a module as a dtype": (at("extra", "kind", to={"$scalar": 1, "dtype": "_C"}), "extra.kind: .scalar"),
     "unknown mark": (at("extra", "kind", to={"$run": "x"}), "the tag .* is unknown"),
@@ -181,14 +187,17 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "no tensor": (at("extra", "tensor", "$tensor", to="x"), "a tensor that is in the index"),
     "array of objects": (at("extra", "kind", to={"$array": {"$tensor": "extra.tensor"}, "dtype": "O"}), "array"),
     "no extra": (at("extra", to=None), "extra is None, expected a dict"),
-    "own of nobody": (at("own", to=[]), "a list of 1 ranks' data"),
-    "random of nobody": (at("own", 0, "random", to={}), r"own\[0\].random"),
-    "random of others": (at("own", 0, "random", "torch", to={"$tensor": "extra.tensor"}), r"own\[0\].random.torch"),
-    "ranks": (at("ranks", to=0), "ranks is 0"),
-    "replicas": (at("sharding", to={"stage": 3, "precision": None, "replicas": {"count": 0, "steps": []}}), "replicas"),
-    "parameters": (at("parameters", to=[]), "parameters is"),
-    "ties": (at("ties", to={"0.weight": 3}), "ties is"),
-    "a field less": (without("ties"), "it has no ties"),
+    "own of nobody": (at("rank_data", to=[]), "a list of 1 ranks' data"),
+    "random of nobody": (at("rank_data", 0, "rng_states", to={}), r"rank_data\[0\].rng_states"),
+    "random of others": (at("rank_data", 0, "rng_states", "torch", to={"$tensor": "extra.tensor"}), "rng_states.torch"),
+    "ranks": (at("world_size", to=0), "world_size is 0"),
+    "replicas": (
+        at("sharding", to={**SHARDING, "replicas": {"count": 0, "steps_since_average": []}}),
+        "replicas",
+    ),
+    "parameters": (at("requires_grad", to=[]), "requires_grad is"),
+    "ties": (at("tied_names", to={"0.weight": 3}), "tied_names is"),
+    "a field less": (without("tied_names"), "has no tied_names: it is damaged, or was written before the first"),
     "files": (at("files", to={}), "files is"),
     "versions": (at("versions", to=None), "versions is"),
 }
@@ -252,9 +261,9 @@ def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, s
     if not path.exists():
         shutil.copytree(sound, path)
     plain = json.loads((sound / INDEX).read_text())
-    del plain["crc32"], plain["config"]  # a model's description, which is its own
-    plain["config"] = None
-    drawn = [place for place in places(plain) if "sums" not in place or place[-1] == "sums"]
+    del plain["crc32"], plain["huggingface_config"]  # a model's description, which is its own
+    plain["huggingface_config"] = None
+    drawn = [place for place in places(plain) if "block_crc32" not in place or place[-1] == "block_crc32"]
     for _ in range(data.draw(st.integers(1, 2))):
         place = data.draw(st.sampled_from(drawn))
         action = data.draw(st.sampled_from(["delete", "replace", "replace", "duplicate"]))

@@ -36,7 +36,7 @@ class FileRecord:
 
     name: str
     nbytes: int
-    sums: tuple[int, ...]  # the CRC-32 of each block
+    block_crc32: tuple[int, ...]
 
     def check_size(self, path: Path, nbytes: int) -> None:
         """Raise if the file at ``path`` has another size; it has ``nbytes`` bytes."""
@@ -97,7 +97,7 @@ class BlockWriter:
     ...     with BlockWriter(path, workers) as file:
     ...         file.write(torch.arange(3, dtype=torch.uint8))
     ...     file.record
-    FileRecord(name='a.bin', nbytes=3, sums=(139757951,))
+    FileRecord(name='a.bin', nbytes=3, block_crc32=(139757951,))
     """
 
     record: FileRecord
@@ -217,7 +217,7 @@ class BlockReader:
             if count == 0:
                 raise CheckpointError(f"{self._path} was truncated to {start + filled} bytes while it was read")
             filled += count
-        if zlib.crc32(view) != self._record.sums[number]:
+        if zlib.crc32(view) != self._record.block_crc32[number]:
             raise CheckpointError(
                 f"{self._path} is damaged: bytes {start} to {start + filled} do not match their checksum. "
                 f"{DAMAGED_FILE_REMEDY}"

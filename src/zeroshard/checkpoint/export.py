@@ -80,7 +80,7 @@ def export(
 
         write_safetensors_directory(partial_directory, entries, fetch, {"format": "pt"}, max_shard)
         if like is None:
-            config = reader.index.config
+            config = reader.index.huggingface_config
         else:
             _copy_companion_files(Path(like), partial_directory)
         if config is not None:
@@ -122,18 +122,18 @@ def _atomic_directory(directory: Path) -> Iterator[Path]:
 def _tensors_to_export(reader: CheckpointReader, dtype: torch.dtype | None) -> list[TensorInfo]:
     """Return the tensors to write: parameters in the model's order, then buffers."""
     tensors = reader.index.tensors_of_kind("model")
-    if not tensors and reader.index.parameters:
+    if not tensors and reader.index.requires_grad:
         raise CheckpointError(
             f"{reader.path} contains no weights: it was saved with weights=False. Export a checkpoint that has them"
         )
-    missing = [name for name in reader.index.parameters if name not in tensors]
+    missing = [name for name in reader.index.requires_grad if name not in tensors]
     if missing:
         raise CheckpointError(
             f"{reader.path} was saved with frozen=False and lacks {len(missing)} frozen parameters, for example "
             f"{missing[0]}: load it into the model, and save the model with frozen=True"
         )
     entries = []
-    for name in [*reader.index.parameters, *(name for name in tensors if name not in reader.index.parameters)]:
+    for name in [*reader.index.requires_grad, *(name for name in tensors if name not in reader.index.requires_grad)]:
         saved = tensors[name]
         export_dtype = dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype
         entries.append(TensorInfo(name, export_dtype, saved.shape))

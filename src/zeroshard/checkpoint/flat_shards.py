@@ -27,7 +27,7 @@ the TP ranges: without them the flattened tensor cannot be interpreted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -128,31 +128,33 @@ class ElementOrder:
         in_memory = flat.view([shape[dim] for dim in self.dim_order])
         return in_memory.permute([self.dim_order.index(dim) for dim in range(len(shape))])
 
-    def to_json(self) -> list[int] | dict[str, Any]:
-        """Return the index entry: the order of dimensions only, if the tensor is not split into TP shards."""
-        if self.tp_dim is None:
-            return list(self.dim_order)
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the tensor's index entry that describe the order; none if it is row-major."""
+        if self.is_row_major:
+            return {}
         ranges = [[[r.start, r.end] for r in shard_ranges] for shard_ranges in self.tp_ranges]
-        return {"dims": list(self.dim_order), "divided": self.tp_dim, "spans": ranges}
+        tp_fields = {"tensor_parallel": {"dim": self.tp_dim, "ranges": ranges}} if ranges else {}
+        return {"dim_order": list(self.dim_order), **tp_fields}
 
     @classmethod
-    def from_json(cls, data: Any, shape: Sequence[int]) -> ElementOrder:
-        """Parse the result of :meth:`to_json`; raise ValueError if it does not fit a tensor of this shape.
+    def from_json(cls, entry: Mapping[str, Any], shape: Sequence[int]) -> ElementOrder:
+        """Read the order from a tensor's index entry; raise ValueError if it does not fit a tensor of this shape.
 
-        >>> ElementOrder.from_json({"dims": [0, 1], "divided": 1, "spans": [[[0, 2]], [[3, 4]]]}, (2, 4))
+        >>> ElementOrder.from_json({"tensor_parallel": {"dim": 1, "ranges": [[[0, 2]], [[3, 4]]]}}, (2, 4))
         Traceback (most recent call last):
             ...
         ValueError: TP ranges that do not cover dimension 1 (0 to 4) exactly once: [[[0, 2]], [[3, 4]]]
         """
-        entry = data if isinstance(data, dict) else {"dims": data}
-        dims, tp_dim, ndim = entry.get("dims"), entry.get("divided", -1), len(shape)
-        if not isinstance(dims, list) or not _are_nonnegative_ints(dims) or sorted(dims) != list(range(ndim)):
-            raise ValueError(f"a dimension order that is not a permutation of its {ndim} dimensions: {dims!r}")
-        if entry is not data:
-            return cls(tuple(dims))
-        if not _are_nonnegative_ints([tp_dim]) or tp_dim not in range(ndim):
-            raise ValueError(f"a TP dimension that is not one of its {ndim} dimensions: {tp_dim!r}")
-        return cls(tuple(dims), tp_dim, _parse_tp_ranges(entry.get("spans"), tp_dim, shape[tp_dim]))
+        all_dims = list(range(len(shape)))
+        dim_order, tp_fields = entry.get("dim_order", all_dims), entry.get("tensor_parallel")
+        if not isinstance(dim_order, list) or not _are_nonnegative_ints(dim_order) or sorted(dim_order) != all_dims:
+            raise ValueError(f"a dim_order that is not a permutation of its {len(shape)} dimensions: {dim_order!r}")
+        if tp_fields is None:
+            return cls(tuple(dim_order))
+        tp_dim = tp_fields.get("dim") if isinstance(tp_fields, dict) else None
+        if type(tp_dim) is not int or tp_dim not in all_dims:
+            raise ValueError(f"a TP dimension that is not one of its {len(shape)} dimensions: {tp_dim!r}")
+        return cls(tuple(dim_order), tp_dim, _parse_tp_ranges(tp_fields.get("ranges"), tp_dim, shape[tp_dim]))
 
 
 def _parse_tp_ranges(data: Any, dim: int, length: int) -> tuple[tuple[Range, ...], ...]:

@@ -8,11 +8,10 @@ removed by the next save to the same path, or, with ``keep``, to the same parent
 
 [Note: a checkpoint's files]
 Rank 3 writes ``model-00003-TOKEN.safetensors`` (parameters and buffers), ``optimizer-00003-…``, with an EMA
-``ema-00003-…``, with local steps ``outer-00003-…`` and ``replica-00003-…``, and ``other-00003-…`` (RNG states, the
-user's tensors). A full tensor written by one rank has its own
-shape and name. A shard is named ``NAME[start:end]``, in elements of the flattened tensor. Any tool that reads
-safetensors can open the files. Tensors in a file are sorted by element size, so that no element crosses a block
-boundary.
+``ema-00003-…``, with local steps ``outer_optimizer-00003-…`` and ``replica-00003-…``, and ``other-00003-…`` (RNG
+states, the user's tensors). A full tensor written by one rank has its own shape and name. A shard is named
+``NAME[start:end]``, in elements of the flattened tensor. Any tool that reads safetensors can open the files. Tensors in
+a file are sorted by element size, so that no element crosses a block boundary.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo
 
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"
-# 2 adds TP ranges: see [Note: element order of tensor-parallel tensors]. 3 adds tensors of an EMA, 4 replicas
-FORMAT_VERSIONS = (1, 2, 3, 4)
+FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _INDEX_PREFIX = f'{{"format": "{FORMAT}", '.encode()  # every index starts with it
 _CHECKSUM_SUFFIX = ', "crc32": "%08x"}'  # the last field: the checksum of the text before it
@@ -61,21 +59,19 @@ class TensorEntry(TensorSpec):
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the JSON file."""
         entry: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPE_NAMES[self.dtype]}
-        if not self.element_order.is_row_major:
-            entry["order"] = self.element_order.to_json()
-        return {**entry, "stretches": [[s.start, s.numel, s.file_number, s.byte_offset] for s in self.shards]}
+        shards = [[s.start, s.numel, s.file_number, s.byte_offset] for s in self.shards]
+        return {**entry, **self.element_order.to_json(), "shards": shards}
 
     @classmethod
     def from_json(cls, fqn: str, data: Mapping[str, Any]) -> TensorEntry:
         """Parse the result of :meth:`to_json`; :func:`check_index` has checked all but the element order."""
         shape = tuple(data["shape"])
         try:
-            element_order = ElementOrder.from_json(data.get("order", list(range(len(shape)))), shape)
+            element_order = ElementOrder.from_json(data, shape)
         except ValueError as error:
             raise SchemaError(f"{fqn} has {error}") from error
-        return cls(
-            shape, DTYPE_BY_NAME[data["dtype"]], element_order, [ShardEntry(*shard) for shard in data["stretches"]]
-        )
+        shards = [ShardEntry(*shard) for shard in data["shards"]]
+        return cls(shape, DTYPE_BY_NAME[data["dtype"]], element_order, shards)
 
 
 @dataclass
@@ -93,28 +89,28 @@ class CheckpointIndex:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Named ``model/NAME``, ``optimizer/NAME/STATE``, ``ema/NAME`` and ``other/…``; see also [Note: replicas in a
     checkpoint]."""
-    ranks: int = 0
+    world_size: int = 0
     written: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     sharding: dict[str, Any] | None = None
-    """Stage, precision and, if above 1, tensor-parallel degree, and "replicas"; None for an unsharded model."""
-    parameters: dict[str, bool] = field(default_factory=dict)
-    """Parameter name → whether the parameter is trained."""
-    ties: dict[str, str] = field(default_factory=dict)
+    """Stage, precision, tensor-parallel degree and, with local steps, "replicas"; None for an unsharded model."""
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    """Parameter name, in the model's order → whether the parameter is trained."""
+    tied_names: dict[str, str] = field(default_factory=dict)
     """Further names of a tied parameter or buffer → the name it is saved under."""
-    config: dict[str, Any] | None = None
+    huggingface_config: dict[str, Any] | None = None
     """The config of a Hugging Face model."""
     optimizer: dict[str, Any] | None = None
     """Class, param groups (options and names), scalar states and fp16 loss scale; None if only weights were saved."""
     extra: Any = field(default_factory=dict)
     """The user's data, encoded: see [Note: JSON encoding]."""
-    own: list[Any] = field(default_factory=list)
+    rank_data: list[Any] = field(default_factory=list)
     """Per-rank data: RNG states, the user's ``rank_extra`` and, of the first rank, extra states of modules."""
 
     @property
     def extra_states(self) -> dict[str, Any]:
         """The extra states of modules, encoded, by the module's name."""
-        states: dict[str, Any] = self.own[0].get("modules", {}) if self.own else {}
+        states: dict[str, Any] = self.rank_data[0].get("extra_states", {}) if self.rank_data else {}
         return states
 
     def tensors_of_kind(self, kind: str) -> dict[str, TensorEntry]:
@@ -124,11 +120,7 @@ class CheckpointIndex:
 
     def write(self, directory: Path) -> None:
         """Write the index atomically; this commits the checkpoint."""
-        has_tp_shards = any(tensor.element_order.tp_dim is not None for tensor in self.tensors.values())
-        has_averages = any(name.startswith("ema/") for name in self.tensors)
-        # the oldest version that can express it
-        version = 4 if "replicas" in (self.sharding or {}) else 3 if has_averages else FORMAT_VERSIONS[has_tp_shards]
-        data: dict[str, Any] = {"format": FORMAT, "version": version}
+        data: dict[str, Any] = {"format": FORMAT, "version": FORMAT_VERSION}
         data |= {field_.name: getattr(self, field_.name) for field_ in fields(self)}
         data["files"] = [asdict(record) for record in self.files]
         data["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
@@ -150,11 +142,14 @@ class CheckpointIndex:
         names = [field_.name for field_ in fields(cls)]
         missing = [name for name in names if name not in data]
         if missing:
-            raise CheckpointError(f"{path} is damaged: it has no {', '.join(missing)}. Load an earlier checkpoint")
+            raise CheckpointError(
+                f"{path} has no {', '.join(missing)}: it is damaged, or was written before the first release of "
+                "zeroshard. Load an earlier checkpoint, or save it again with this version"
+            )
         values = {name: data[name] for name in names}
         try:
             check_index(data)
-            values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["sums"])) for f in data["files"]]
+            values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["block_crc32"])) for f in data["files"]]
             values["tensors"] = {fqn: TensorEntry.from_json(fqn, tensor) for fqn, tensor in data["tensors"].items()}
         except SchemaError as error:
             raise CheckpointError(f"{path} is damaged: {error}. Load an earlier checkpoint") from error
@@ -241,10 +236,10 @@ def _parse_index(path: Path, text: bytes) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by zeroshard: its 'format' is not {FORMAT!r}")
-    if data.get("version") not in FORMAT_VERSIONS:
+    if data.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}, expected {' or '.join(map(str, FORMAT_VERSIONS))}: "
-            f"load it with the zeroshard version that wrote it ({data.get('versions')})"
+            f"{path} has format version {data.get('version')!r}, expected {FORMAT_VERSION}: load it with the "
+            f"zeroshard version that wrote it ({data.get('versions')})"
         )
     if end != (_CHECKSUM_SUFFIX % zlib.crc32(body)).encode():
         raise CheckpointError(f"{path} is damaged: its text does not match its checksum. Load an earlier checkpoint")

@@ -177,10 +177,11 @@ class _ExtraData:
     @classmethod
     def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
         """Read the data; raise if a name in ``wanted`` is missing or an RNG state is invalid."""
-        rank_data = source.index.own
-        encoded_rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
+        rank_data = source.index.rank_data
+        encoded_rng_states = rank_data[rank]["rng_states"] if rank < len(rank_data) else None
+        rank_extra = [data["rank_extra"] for data in rank_data]
         extra, rank_extra, rng_states, modules = source.decode(
-            [source.index.extra, [data["extra"] for data in rank_data], encoded_rng_states, source.index.extra_states]
+            [source.index.extra, rank_extra, encoded_rng_states, source.index.extra_states]
         )
         try:
             set_rng_states(rng_states or {}, is_trial=True)

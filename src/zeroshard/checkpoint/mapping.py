@@ -91,7 +91,7 @@ class LoadMapping:
         for fqn, local in tensors.items():
             name, _, key = fqn.rpartition("/")
             if key in saved.get(name, {}):
-                targets.append(LoadTarget(f"outer/{fqn}", local))
+                targets.append(LoadTarget(f"outer_optimizer/{fqn}", local))
             elif key == ANCHOR and f"model/{name}" in weights:  # it was not trained: its value is that of the average
                 targets.append(LoadTarget(f"model/{name}", local))
         return targets
@@ -125,7 +125,7 @@ def map_states(
         raise CheckpointError(
             f"{source.path} does not match the model. {'. '.join(problems)}. Pass strict=False to skip these"
         )
-    if weights and source.index.own:  # else these are weights alone
+    if weights and source.index.rank_data:  # else these are weights alone
         _map_missing_extra_states(mapping, source, model, strict)
     return mapping
 
@@ -144,7 +144,7 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
             known.add(saved_name)
             problems += _mismatches(name, saved[saved_name], local.shape, local.dtype)
             mapping.weights.append(LoadTarget(f"model/{saved_name}", local))
-        elif source.index.parameters.get(name) is not False:  # False: saved with frozen=False
+        elif source.index.requires_grad.get(name) is not False:  # False: saved with frozen=False
             mapping.missing.append(name)
     mapping.unexpected += [name for name in saved if name not in known]
     known_modules = modules_with_extra_state(model)
@@ -187,7 +187,7 @@ def _map_averages(mapping: LoadMapping, source: LoadSource, model: nn.Module, em
 
 def _saved_name(name: str, source: LoadSource, ties: Mapping[str, str], saved: Mapping[str, TensorEntry]) -> str | None:
     """Return the name a parameter is saved under: its own, or one it is, or was, tied to."""
-    candidates = [name, source.index.ties.get(name), *(alias for alias, first in ties.items() if first == name)]
+    candidates = [name, source.index.tied_names.get(name), *(alias for alias, first in ties.items() if first == name)]
     return next((candidate for candidate in candidates if candidate in saved), None)
 
 
@@ -229,12 +229,12 @@ def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool
     # only these have states with the same meaning
     pairs = {frozenset((saved_classes[name], current_classes[name])) for name in common}
     if not all(len(pair) == 1 or pair <= {"Adam", "AdamW"} for pair in pairs):
-        mapping.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
+        mapping.unexpected += [f"{name} (optimizer)" for name in saved_classes]
         return
-    options = source.decode([group["options"] for group in saved["groups"]])
+    options = source.decode([group["options"] for group in saved["param_groups"]])
     saved_groups = [
-        NamedParamGroup(group["names"], group_options)
-        for group, group_options in zip(saved["groups"], options, strict=True)
+        NamedParamGroup(group["param_names"], group_options)
+        for group, group_options in zip(saved["param_groups"], options, strict=True)
     ]
     current_names = [name for group in current_groups for name in group.names]
     saved_names = [name for group in saved_groups for name in group.names]
@@ -252,13 +252,14 @@ def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool
     mapping.missing += [f"{name} (optimizer)" for name in current_names if name not in set(saved_names)]
     mapping.unexpected += [f"{name} (optimizer)" for name in saved_names if name not in set(current_names)]
     mapping.optimizer_states = _map_param_states(mapping, source, current_groups)
-    mapping.loss_scale = saved["loss_scale"]
+    if saved["loss_scale"] is not None:
+        mapping.loss_scale = [saved["loss_scale"]["scale"], saved["loss_scale"]["growth_tracker"]]
 
 
 def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool, strict: bool) -> None:
     all_steps = [steps for steps in map(local_steps_of, mapping.optimizers) if steps is not None]
     outer = next((steps.outer for steps in all_steps if steps.outer is not None), None)
-    tensors, saved = source.index.tensors_of_kind("outer"), replicas_in(source.index)
+    tensors, saved = source.index.tensors_of_kind("outer_optimizer"), replicas_in(source.index)
     if tensors and outer is None:
         warnings.warn(f"{source.path} has states of an outer optimizer, which this run does not have", stacklevel=2)
     if outer is None:
@@ -269,17 +270,17 @@ def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool
     for fqn, entry in tensors.items():
         name, _, key = fqn.rpartition("/")
         states.setdefault(name, {})[key] = entry.dtype
-        problems += _mismatches(f"outer/{fqn}", entry, shapes.get(name, entry.shape), torch.float32)
+        problems += _mismatches(f"outer_optimizer/{fqn}", entry, shapes.get(name, entry.shape), torch.float32)
     _raise_mismatches(source, problems)
-    has_local_steps = is_resumed and saved is not None and any(saved["steps"])
+    has_local_steps = is_resumed and saved is not None and any(saved["steps_since_average"])
     if has_local_steps and not any(ANCHOR in state for state in states.values()):
         raise CheckpointError(
             f"{source.path} was saved between two averages of a run without an outer optimizer, and this run has one, "
             "which needs the values of the last average: call zeroshard.average_replicas(model) before "
             "zeroshard.save(), or continue without outer_optimizer until then"
         )
-    counters = (source.index.optimizer or {"counters": {}})["counters"]
-    scalars = {name.removeprefix("outer/"): v for name, v in counters.items() if name.startswith("outer/")}
+    prefix, scalars = "outer_optimizer/", (source.index.optimizer or {"scalars": {}})["scalars"]
+    scalars = {name.removeprefix(prefix): v for name, v in scalars.items() if name.startswith(prefix)}
     for name, values in source.decode(scalars).items():
         states.setdefault(name, {}).update(values)
     try:
@@ -303,13 +304,14 @@ def _check_outer_states(
     for name, state in states.items():
         own = {key: value for key, value in state.items() if key != ANCHOR}
         if own and math.prod(shapes.get(name, ())):  # counters of empty parameters are not saved
-            probe.check_state(f"{source.path}: outer/{name}", options, shapes[name], own)
+            probe.check_state(f"{source.path}: outer_optimizer/{name}", options, shapes[name], own)
 
 
 def _classes_by_name(source: LoadSource) -> dict[str, str]:
     """Return the class of the saved optimizer of each parameter."""
-    saved = source.index.optimizer or {"class": "", "groups": []}
-    return {name: group.get("class", saved["class"]) for group in saved["groups"] for name in group["names"]}
+    saved = source.index.optimizer or {"class": "", "param_groups": []}
+    groups = saved["param_groups"]
+    return {name: group.get("class", saved["class"]) for group in groups for name in group["param_names"]}
 
 
 def _map_param_states(
@@ -326,7 +328,7 @@ def _map_param_states(
             param_states[parameter][key] = state.dtype
             problems += _mismatches(name, state, shapes[parameter], state.dtype)
     _raise_mismatches(source, problems)
-    scalars = {name: values for name, values in source.index.optimizer["counters"].items() if name in param_states}
+    scalars = {name: values for name, values in source.index.optimizer["scalars"].items() if name in param_states}
     for parameter, values in source.decode(scalars).items():
         _check_scalars(f"{source.path}: {parameter}", values, param_states[parameter], shapes[parameter])
         param_states[parameter] |= values

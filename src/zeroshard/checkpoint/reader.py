@@ -165,7 +165,7 @@ class CheckpointReader:
         for number, record in enumerate(self.index.files):
             try:
                 with BlockReader(self.path / record.name, record) as file:
-                    for _ in file.iter_blocks(range(len(record.sums)), self._workers):
+                    for _ in file.iter_blocks(range(len(record.block_crc32)), self._workers):
                         pass
                 self.index.check_file_headers(self.path, [number])
             except CheckpointError as error:

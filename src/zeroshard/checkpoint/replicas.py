@@ -4,8 +4,9 @@
 Replicas have their own optimizer states, step counts and buffers, and between two averages their own parameters and
 EMAs. The first replica's are saved under the ordinary names, so a checkpoint reads like any other. The others save what
 differs as ``replica/1/model/NAME``, ``replica/1/optimizer/NAME/STATE`` and so on. Anchors and states of the outer
-optimizer are equal on all replicas: the first one saves them as ``outer/NAME/anchor`` and ``outer/NAME/STATE``.
-``sharding.replicas`` in the index has the number of replicas, and the steps of each optimizer since the last average.
+optimizer are equal on all replicas: the first one saves them as ``outer_optimizer/NAME/anchor`` and
+``outer_optimizer/NAME/STATE``. ``sharding.replicas`` in the index has the number of replicas, and the steps of each
+optimizer since the last average.
 
 A load of weights and all optimizers on the same number of replicas gives each replica its own states, and the run
 continues to the bit. Any other load gives all ranks those of the first replica, and starts new local steps. Between two
@@ -35,7 +36,8 @@ def replicas_field(engine: Engine) -> dict[str, Any]:
     if engine.context.config.local_steps == 1:
         return {}
     steps = engine.state_guard.replica_steps
-    return {"replicas": {"count": engine.comm.average_axis.size, "steps": [steps[number] for number in sorted(steps)]}}
+    counts = [steps[number] for number in sorted(steps)]
+    return {"replicas": {"count": engine.comm.average_axis.size, "steps_since_average": counts}}
 
 
 def name_by_replica(tensors: dict[str, LocalTensor], engine: Engine) -> dict[str, LocalTensor]:
@@ -51,7 +53,7 @@ def name_by_replica(tensors: dict[str, LocalTensor], engine: Engine) -> dict[str
     return {
         f"replica/{replica}/{fqn}": local
         for fqn, local in tensors.items()
-        if fqn not in equal and not fqn.startswith("outer/")
+        if fqn not in equal and not fqn.startswith("outer_optimizer/")
     }
 
 
@@ -78,9 +80,10 @@ def open_replica(
     others = {n: e for n, e in index.tensors.items() if not (own and n.startswith("optimizer/"))}
     optimizer = index.optimizer
     if optimizer is not None and own:
-        counters = optimizer["counters"]
-        found = {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
-        optimizer = {**optimizer, "counters": {n: v for n, v in counters.items() if n.startswith("outer/")} | found}
+        scalars = optimizer["scalars"]
+        found = {name.removeprefix(prefix): value for name, value in scalars.items() if name.startswith(prefix)}
+        found |= {name: value for name, value in scalars.items() if name.startswith("outer_optimizer/")}
+        optimizer = {**optimizer, "scalars": found}
     return replace(source, index=replace(index, tensors=others | own, optimizer=optimizer)), True
 
 
@@ -93,9 +96,9 @@ def replicas_in(index: CheckpointIndex) -> dict[str, Any] | None:
 def warn_of_replicas(index: CheckpointIndex, call: str) -> None:
     """Warn if a checkpoint was saved between two averages, and only the first replica's parameters are read."""
     saved = replicas_in(index)
-    if saved is not None and saved["count"] > 1 and any(saved["steps"]):
+    if saved is not None and saved["count"] > 1 and any(steps := saved["steps_since_average"]):
         warnings.warn(
-            f"{call}: the checkpoint has {saved['count']} replicas, {max(saved['steps'])} steps after their last "
+            f"{call}: the checkpoint has {saved['count']} replicas, {max(steps)} steps after their last "
             "average (local_steps), and the first one's parameters are read. To keep what the others have learnt, "
             "continue with as many replicas, or call zeroshard.average_replicas(model) before zeroshard.save()",
             stacklevel=3,
@@ -108,7 +111,7 @@ def restore_steps(model: nn.Module, index: CheckpointIndex, is_resumed: bool, em
     saved = replicas_in(index)
     for local_steps in map(local_steps_of, sharded.optimizers if sharded is not None else ()):
         if local_steps is not None:
-            steps = saved["steps"] if is_resumed and saved is not None else []
+            steps = saved["steps_since_average"] if is_resumed and saved is not None else []
             count = steps[local_steps.number] if local_steps.number < len(steps) else 0
             local_steps.restore_count(count, ema)
 

@@ -210,15 +210,17 @@ class _PayloadBuilder:
             prefix = f"replica/{replica}/" if replica else ""
             local_scalars = {f"{prefix}{name}": value for name, value in local_scalars.items()}
         if self._replica_rank == replica == 0:
-            local_scalars |= {f"outer/{name}": value for name, value in self._train_state.outer_scalars().items()}
-        scalars = {name: self._encode(v, f"rank-{self._rank}.counters.{name}") for name, v in local_scalars.items()}
-        rank_data = {"random": get_rng_states(), "extra": state_dict_of(rank_extra)}
-        encoded_rank_data = self._encode(rank_data, f"rank-{self._rank}")
+            outer_scalars = self._train_state.outer_scalars()
+            local_scalars |= {f"outer_optimizer/{name}": value for name, value in outer_scalars.items()}
+        path = f"optimizer.scalars.rank-{self._rank}"
+        scalars = {name: self._encode(value, f"{path}.{name}") for name, value in local_scalars.items()}
+        rank_data = {"rng_states": get_rng_states(), "rank_extra": state_dict_of(rank_extra)}
+        encoded_rank_data = self._encode(rank_data, f"rank_data[{self._rank}]")
         if weights:  # on all ranks, whose modules may communicate to answer
             extra_state_tensors: dict[str, torch.Tensor] = {}
             extra_states = encode_extra_states(self._model, extra_state_tensors)
             if self._rank == 0 and extra_states:
-                encoded_rank_data["modules"] = extra_states
+                encoded_rank_data["extra_states"] = extra_states
                 self._extra_tensors |= extra_state_tensors
         index_fields = self._index_fields(extra) if self._rank == 0 else {}
         for name, tensor in self._extra_tensors.items():
@@ -233,7 +235,7 @@ class _PayloadBuilder:
             tensors |= {f"model/{name}": local for name, local in parameters.items() if frozen or name in trained}
         if self._ema is not None:
             tensors |= {f"ema/{name}": local for name, local in self._train_state.averages(self._ema).items()}
-        tensors |= {f"outer/{name}": local for name, local in self._train_state.outer_states().items()}
+        tensors |= {f"outer_optimizer/{name}": local for name, local in self._train_state.outer_states().items()}
         return tensors | {f"optimizer/{name}": local for name, local in self._train_state.optimizer_states().items()}
 
     def _assign_replica_writers(self, tensors: dict[str, LocalTensor]) -> None:
@@ -248,15 +250,18 @@ class _PayloadBuilder:
     def _index_fields(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         sharding: dict[str, Any] | None = None
         if self._engine is not None:
-            tensor_degree = self._engine.comm.tensor_axis.size
-            sharding = {"stage": self._engine.context.config.stage, "precision": self._engine.context.config.precision}
-            sharding |= {"tensor": tensor_degree} if tensor_degree > 1 else {}
-            sharding |= replicas_field(self._engine)
+            config = self._engine.context.config
+            sharding = {
+                "stage": config.stage,
+                "precision": config.precision,
+                "tensor_parallel_degree": self._engine.comm.tensor_axis.size,
+                **replicas_field(self._engine),
+            }
         return {
             "sharding": sharding,
-            "parameters": {name: parameter.requires_grad for name, parameter in self._model.named_parameters()},
-            "ties": tied_names(self._model),
-            "config": _huggingface_config(self._model),
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self._model.named_parameters()},
+            "tied_names": tied_names(self._model),
+            "huggingface_config": _huggingface_config(self._model),
             "optimizer": self._optimizer_fields(),
             "extra": self._encode(state_dict_of(dict(extra or {})), "extra"),
         }
@@ -265,17 +270,18 @@ class _PayloadBuilder:
         if not self._optimizers:
             return None
         groups: list[dict[str, Any]] = [
-            {"names": group.names, "options": self._encode(group.options, f"groups[{number}]")}
+            {"param_names": group.names, "options": self._encode(group.options, f"optimizer.param_groups[{number}]")}
             for number, group in enumerate(self._train_state.param_groups())
         ]
         if len(self._optimizers) > 1:
             for group, optimizer in zip(groups, self._train_state.group_optimizers, strict=True):
                 group["class"] = type(optimizer).__name__
         first = self._optimizers[0]  # several share the loss scale
+        loss_scale = first.loss_scale_state() if isinstance(first, ShardedOptimizer) else None
         return {
             "class": " + ".join(type(getattr(each, "inner", each)).__name__ for each in self._optimizers),
-            "groups": groups,
-            "loss_scale": first.loss_scale_state() if isinstance(first, ShardedOptimizer) else None,
+            "param_groups": groups,
+            "loss_scale": loss_scale and dict(zip(("scale", "growth_tracker"), loss_scale, strict=True)),
         }
 
     def _encode(self, value: Any, path: str) -> Any:
@@ -308,7 +314,7 @@ def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
             written_elsewhere.add(flat.names[index])
     for fqn, local in tensors.items():
         kind, _, name = fqn.partition("/")
-        param_name = name.rpartition("/")[0] if kind in ("optimizer", "outer") else name
+        param_name = name.rpartition("/")[0] if kind in ("optimizer", "outer_optimizer") else name
         is_state_elsewhere = local.is_on_all_tp_ranks and state_writers[param_name] != axis.rank
         if param_name in written_elsewhere or is_state_elsewhere:
             tensors[fqn] = replace(local, shards=[])

@@ -22,7 +22,7 @@ from zeroshard.checkpoint.rng_state import RNG_STATE_SPECS
 from zeroshard.utils.atomic_file import is_file_name
 from zeroshard.utils.safetensors_files import DTYPE_NAMES
 
-TENSOR_KINDS = ("model", "optimizer", "ema", "outer", "replica", "other")
+TENSOR_KINDS = ("model", "optimizer", "ema", "outer_optimizer", "replica", "other")
 MAX_ELEMENTS = 2**62
 MAX_DIMS = 64
 DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -37,33 +37,35 @@ def check_index(index: Mapping[str, Any]) -> None:
     """Raise if any field of an index is invalid; ``index`` must contain all fields."""
     _check_files(index["files"])
     _check_tensors(index["tensors"], index["files"])
-    ranks, rank_data, tensors = index["ranks"], index["own"], index["tensors"]
-    _check(_is_count(ranks) and ranks > 0, "ranks", "an integer of at least 1", ranks)
+    ranks, rank_data, tensors = index["world_size"], index["rank_data"], index["tensors"]
+    _check(_is_count(ranks) and ranks > 0, "world_size", "an integer of at least 1", ranks)
     _check(isinstance(index["written"], str), "written", "a time", index["written"])
     _check_dict_of(index["versions"], "versions", str)
-    _check_dict_of(index["parameters"], "parameters", bool)
-    _check_dict_of(index["ties"], "ties", str)
+    _check_dict_of(index["requires_grad"], "requires_grad", bool)
+    _check_dict_of(index["tied_names"], "tied_names", str)
     _check_sharding(index["sharding"])
-    _check_config(index["config"])
+    _check_config(index["huggingface_config"])
     if index["optimizer"] is not None:
         _check_optimizer(index["optimizer"], tensors)
     _check(isinstance(_decode_on_meta(index["extra"], "extra", tensors), dict), "extra", "a dict", index["extra"])
-    _check(isinstance(rank_data, list) and len(rank_data) == ranks, "own", f"a list of {ranks} ranks' data", rank_data)
+    is_valid = isinstance(rank_data, list) and len(rank_data) == ranks
+    _check(is_valid, "rank_data", f"a list of {ranks} ranks' data", rank_data)
     for rank, data in enumerate(rank_data):
-        _check_keys(data, f"own[{rank}]", "random", "extra")
-        _decode_on_meta(data["extra"], f"own[{rank}].extra", tensors)
-        modules = _decode_on_meta(data.get("modules", {}), f"own[{rank}].modules", tensors)
-        _check(isinstance(modules, dict), f"own[{rank}].modules", "a dict", data.get("modules"))
-        _check_rng_states(_decode_on_meta(data["random"], f"own[{rank}].random", tensors), f"own[{rank}].random")
+        entry = f"rank_data[{rank}]"
+        _check_keys(data, entry, "rng_states", "rank_extra")
+        _decode_on_meta(data["rank_extra"], f"{entry}.rank_extra", tensors)
+        modules = _decode_on_meta(data.get("extra_states", {}), f"{entry}.extra_states", tensors)
+        _check(isinstance(modules, dict), f"{entry}.extra_states", "a dict", data.get("extra_states"))
+        _check_rng_states(_decode_on_meta(data["rng_states"], f"{entry}.rng_states", tensors), f"{entry}.rng_states")
 
 
 def _check(condition: bool, entry: str, expected: str, got: Any) -> None:
     """Raise :class:`SchemaError` if ``condition`` is false.
 
-    >>> _check(False, "ranks", "an integer of at least 1", "x")
+    >>> _check(False, "world_size", "an integer of at least 1", "x")
     Traceback (most recent call last):
         ...
-    zeroshard.checkpoint.schema.SchemaError: ranks is 'x', expected an integer of at least 1
+    zeroshard.checkpoint.schema.SchemaError: world_size is 'x', expected an integer of at least 1
     """
     if not condition:
         raise SchemaError(f"{entry} is {truncated_repr(got)}, expected {expected}")
@@ -92,8 +94,8 @@ def _check_files(files: Any) -> None:
     seen: set[str] = set()
     for number, file in enumerate(files):
         entry = f"files[{number}]"
-        _check_keys(file, entry, "name", "nbytes", "sums")
-        name, nbytes, sums = file["name"], file["nbytes"], file["sums"]
+        _check_keys(file, entry, "name", "nbytes", "block_crc32")
+        name, nbytes, sums = file["name"], file["nbytes"], file["block_crc32"]
         _check(is_file_name(name), f"{entry}.name", "the name of a file in the checkpoint's directory", name)
         _check(name not in seen, f"{entry}.name", "a name that no other file has", name)
         seen.add(name)
@@ -101,7 +103,7 @@ def _check_files(files: Any) -> None:
         is_valid = isinstance(sums, list) and all(_is_count(checksum) and checksum < 2**32 for checksum in sums)
         is_valid = is_valid and len(sums) == -(-nbytes // BLOCK_BYTES)
         expected = f"a list of CRC-32 sums, one for each block of {BLOCK_BYTES} bytes of {nbytes}"
-        _check(is_valid, f"{entry}.sums", expected, sums)
+        _check(is_valid, f"{entry}.block_crc32", expected, sums)
 
 
 def _check_tensors(tensors: Any, files: Sequence[Mapping[str, Any]]) -> None:
@@ -113,7 +115,7 @@ def _check_tensors(tensors: Any, files: Sequence[Mapping[str, Any]]) -> None:
         kind, _, base_name = name.partition("/")
         is_valid = kind in TENSOR_KINDS and bool(base_name)
         _check(is_valid, entry, f"a name that begins with {', '.join(TENSOR_KINDS)} and /", name)
-        _check_keys(saved, entry, "shape", "dtype", "stretches")
+        _check_keys(saved, entry, "shape", "dtype", "shards")
         shape, dtype = saved["shape"], saved["dtype"]
         is_valid = isinstance(dtype, str) and dtype in DTYPE_BY_NAME
         _check(is_valid, f"{entry}.dtype", f"one of {', '.join(DTYPE_BY_NAME)}", dtype)
@@ -134,7 +136,7 @@ def _check_shards(
     name: str, saved: Mapping[str, Any], files: Sequence[Mapping[str, Any]], used_ranges: list[list[_ByteRange]]
 ) -> None:
     """Check one tensor's shards and add their bytes to ``used_ranges``."""
-    entry, shards = f"tensors[{name!r}].stretches", saved["stretches"]
+    entry, shards = f"tensors[{name!r}].shards", saved["shards"]
     numel, itemsize = math.prod(saved["shape"]), DTYPE_BY_NAME[saved["dtype"]].itemsize
     _check(isinstance(shards, list), entry, "a list", shards)
     for shard in shards:
@@ -166,50 +168,51 @@ def _check_sharding(sharding: Any) -> None:
         isinstance(sharding, dict)
         and type(sharding.get("stage")) is int
         and isinstance(sharding.get("precision"), str | None)
-        and _is_count(sharding.get("tensor", 1))
+        and _is_count(sharding.get("tensor_parallel_degree"))
     )
     _check(is_valid, "sharding", "null, or stage, precision and tensor degree", sharding)
     replicas = sharding.get("replicas") if sharding is not None else None
     if replicas is not None:
-        _check_keys(replicas, "sharding.replicas", "count", "steps")
-        count, steps = replicas["count"], replicas["steps"]
+        _check_keys(replicas, "sharding.replicas", "count", "steps_since_average")
+        count, steps = replicas["count"], replicas["steps_since_average"]
         is_valid = _is_count(count) and count > 0 and isinstance(steps, list) and all(map(_is_count, steps))
         _check(is_valid, "sharding.replicas", "a number of replicas, and a list of numbers of steps", replicas)
 
 
 def _check_config(config: Any) -> None:
-    _check(config is None or isinstance(config, dict), "config", "null, or the config of a model", config)
+    _check(config is None or isinstance(config, dict), "huggingface_config", "null, or the config of a model", config)
     names = (config or {}).get("architectures")
-    _check(names is None or _is_list_of_names(names), "config.architectures", "a list of names", names)
+    _check(names is None or _is_list_of_names(names), "huggingface_config.architectures", "a list of names", names)
 
 
 def _check_optimizer(optimizer: Any, tensors: Mapping[str, Any]) -> None:
-    _check_keys(optimizer, "optimizer", "class", "groups", "loss_scale", "counters")
+    _check_keys(optimizer, "optimizer", "class", "param_groups", "loss_scale", "scalars")
     _check(isinstance(optimizer["class"], str), "optimizer.class", "a name", optimizer["class"])
-    _check(isinstance(optimizer["groups"], list), "optimizer.groups", "a list", optimizer["groups"])
+    _check(isinstance(optimizer["param_groups"], list), "optimizer.param_groups", "a list", optimizer["param_groups"])
     seen: set[str] = set()
-    for number, group in enumerate(optimizer["groups"]):
-        entry = f"optimizer.groups[{number}]"
-        _check_keys(group, entry, "names", "options")
-        _check(_is_list_of_names(group["names"]), f"{entry}.names", "a list of parameter names", group["names"])
+    for number, group in enumerate(optimizer["param_groups"]):
+        entry = f"optimizer.param_groups[{number}]"
+        _check_keys(group, entry, "param_names", "options")
+        names = group["param_names"]
+        _check(_is_list_of_names(names), f"{entry}.param_names", "a list of parameter names", names)
         _check(isinstance(group.get("class", ""), str), f"{entry}.class", "a name", group.get("class"))
-        for name in group["names"]:
-            _check(name not in seen, f"{entry}.names", "each parameter in one group, once", name)
+        for name in names:
+            _check(name not in seen, f"{entry}.param_names", "each parameter in one group, once", name)
             seen.add(name)
         options = _decode_on_meta(group["options"], f"{entry}.options", tensors)
         _check(isinstance(options, dict), f"{entry}.options", "an object", group["options"])
     scale = optimizer["loss_scale"]
     is_valid = scale is None or (
-        isinstance(scale, list)
-        and len(scale) == 2
-        and all(type(number) in (int, float) and math.isfinite(number) for number in scale)
-        and scale[0] > 0
-        and scale[1] >= 0
+        isinstance(scale, dict)
+        and scale.keys() == {"scale", "growth_tracker"}
+        and all(type(number) in (int, float) and math.isfinite(number) for number in scale.values())
+        and scale["scale"] > 0
+        and scale["growth_tracker"] >= 0
     )
-    _check(is_valid, "optimizer.loss_scale", "null, or a scale above 0 and a number of steps without overflow", scale)
-    _check(isinstance(optimizer["counters"], dict), "optimizer.counters", "an object", optimizer["counters"])
-    for name, scalars in optimizer["counters"].items():
-        entry = f"optimizer.counters[{name!r}]"
+    _check(is_valid, "optimizer.loss_scale", "null, or a scale above 0 and a growth_tracker of at least 0", scale)
+    _check(isinstance(optimizer["scalars"], dict), "optimizer.scalars", "an object", optimizer["scalars"])
+    for name, scalars in optimizer["scalars"].items():
+        entry = f"optimizer.scalars[{name!r}]"
         _check(isinstance(_decode_on_meta(scalars, entry, tensors), dict), entry, "an object", scalars)
 
 

@@ -157,14 +157,14 @@ def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], kee
     _check_written(directory, files, tensors)
     index_fields = dict(all_parts[0][0].index_fields)
     if index_fields["optimizer"] is not None:
-        index_fields["optimizer"] = {**index_fields["optimizer"], "counters": scalars}
+        index_fields["optimizer"] = {**index_fields["optimizer"], "scalars": scalars}
     index = CheckpointIndex(
         files=files,
         tensors=tensors,
-        ranks=len(all_parts),
+        world_size=len(all_parts),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zeroshard": __version__, "torch": torch.__version__},
-        own=[payload.rank_data for payload, _ in all_parts],
+        rank_data=[payload.rank_data for payload, _ in all_parts],
         **index_fields,
     )
     index.write(directory)

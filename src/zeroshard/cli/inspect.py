@@ -61,36 +61,36 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "path": str(reader.path.absolute()),
         "written": index.written,
         "versions": index.versions,
-        "ranks": index.ranks,
+        "ranks": index.world_size,
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
-        "tensor": index.sharding and index.sharding.get("tensor", 1),  # tensor-parallel degree
+        "tensor": index.sharding and index.sharding["tensor_parallel_degree"],  # tensor-parallel degree
         "replicas": index.sharding and index.sharding.get("replicas"),  # that train alone
         "step": _last_step(reader),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
         "bytes_by_kind": {
             kind: sum(saved.nbytes for saved in index.tensors_of_kind(kind).values())
-            for kind in ("model", "optimizer", "ema", "outer", "replica", "other")
+            for kind in ("model", "optimizer", "ema", "outer_optimizer", "replica", "other")
             if kind in ("model", "optimizer", "ema", "other") or index.tensors_of_kind(kind)
         },
         "parameters": {
             kind: sum(row["numel"] or 0 for row in tensors if row["kind"] == kind) for kind in ("trained", "frozen")
         },
-        "architectures": index.config and index.config.get("architectures"),
+        "architectures": index.huggingface_config and index.huggingface_config.get("architectures"),
         "tensors": tensors,
-        "ties": index.ties,
+        "ties": index.tied_names,
         "optimizer": index.optimizer
         and {
             "class": index.optimizer["class"],
             "groups": [
-                {"parameters": len(group["names"]), **_to_plain_json(group["options"])}
-                for group in index.optimizer["groups"]
+                {"parameters": len(group["param_names"]), **_to_plain_json(group["options"])}
+                for group in index.optimizer["param_groups"]
             ],
             "loss_scale": index.optimizer["loss_scale"],
         },
         "extra": list(_decode_dict(index.extra)),
-        "rank_extra": any(rank_entry["extra"] is not None for rank_entry in index.own),
+        "rank_extra": any(rank_entry["rank_extra"] is not None for rank_entry in index.rank_data),
     }
 
 
@@ -103,18 +103,18 @@ def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
     for name, saved in index.tensors_of_kind("optimizer").items():
         parameter, _, key = name.rpartition("/")
         states.setdefault(parameter, {})[key] = saved
-    for name in [*index.parameters, *(name for name in model if name not in index.parameters)]:
+    for name in [*index.requires_grad, *(name for name in model if name not in index.requires_grad)]:
         weight, tensor_states = model.get(name), states.get(name, {})
         shape_source = weight or next(iter(tensor_states.values()), None)
         yield {
             "name": name,
-            "kind": {True: "trained", False: "frozen", None: "buffer"}[index.parameters.get(name)],
+            "kind": {True: "trained", False: "frozen", None: "buffer"}[index.requires_grad.get(name)],
             "shape": shape_source and list(shape_source.shape),
             "numel": shape_source and shape_source.numel,
             "dtype": weight and DTYPE_NAMES[weight.dtype],
             "bytes": weight.nbytes if weight else 0,
             "states": {key: DTYPE_NAMES[saved.dtype] for key, saved in tensor_states.items()},
-            "tied": [tied_name for tied_name, first in index.ties.items() if first == name],
+            "tied": [tied_name for tied_name, first in index.tied_names.items() if first == name],
         }
 
 
@@ -123,7 +123,7 @@ def _last_step(reader: CheckpointReader) -> float | None:
     saved_step = _decode_number(reader, _decode_dict(reader.index.extra).get("step"))
     if saved_step is not None or reader.index.optimizer is None:
         return saved_step
-    counts = (_decode_number(reader, counter.get("step")) for counter in reader.index.optimizer["counters"].values())
+    counts = (_decode_number(reader, counter.get("step")) for counter in reader.index.optimizer["scalars"].values())
     return max((count for count in counts if count is not None), default=None)
 
 
@@ -189,7 +189,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     tensor_note = f", tensor parallel over {summary['tensor']}" if is_sharded and summary["tensor"] > 1 else ""
     yield "ranks", f"{summary['ranks']}, {sharding}{tensor_note}"
     if summary["replicas"] is not None:
-        count, steps = summary["replicas"]["count"], max(summary["replicas"]["steps"], default=0)
+        count, steps = summary["replicas"]["count"], max(summary["replicas"]["steps_since_average"], default=0)
         since = f"{steps} local steps after an average: model has the values of the first" if steps else "just averaged"
         yield "replicas", f"{count}, {since}"
     yield "step", "unknown" if summary["step"] is None else str(summary["step"])
@@ -200,8 +200,9 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if summary["architectures"]:
         yield "model", ", ".join(summary["architectures"])
     if summary["optimizer"] is not None:
-        scale = summary["optimizer"]["loss_scale"]
-        yield "optimizer", summary["optimizer"]["class"] + (f", loss scale {scale}" if scale is not None else "")
+        loss_scale = summary["optimizer"]["loss_scale"]
+        scale_note = f", loss scale {loss_scale['scale']}" if loss_scale is not None else ""
+        yield "optimizer", summary["optimizer"]["class"] + scale_note
         for index, group in enumerate(summary["optimizer"]["groups"]):
             options = ", ".join(f"{key} {value}" for key, value in group.items() if key != "parameters")
             yield f"  group {index}", f"{group['parameters']} parameters, {options}"
