@@ -27,6 +27,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError
+from zeroshard.checkpoint import export
+from zeroshard.utils.atomic_file import write_atomic
 
 KEEP = 2  # checkpoints
 INDEX = "index.json"
@@ -289,6 +291,7 @@ EARLY: dict[str, tuple[str, Callable[[Path], object], str]] = {  # the file, wha
     "index no object": ("index", lambda path: path.write_text("[1, 2]"), INDEX),
     "index newer": ("index", lambda path: rewrite_index(path, version=2), "version 2, expected 1"),
     "index without files": ("index", lambda path: rewrite_index(path, files=None), "files"),
+    "index of a terabyte": ("index", lambda path: os.truncate(path, 2**40), "damaged or not an index"),
     "index flipped": ("index", lambda path: flip(path, random.Random(1)), "damaged"),
 }
 
@@ -550,6 +553,65 @@ def test_a_directory_that_may_not_be_written(forks: Forks) -> None:
             assert str(directory / "step-2") in rank.answer
             assert os.strerror(errno.EACCES) in rank.answer
         assert files_under(directory) == before
+
+
+def test_a_file_system_that_becomes_read_only_does_not_hide_why_the_save_failed(tmp_path: Path) -> None:
+    codes = {"open": errno.ENOSPC, "unlink": errno.EROFS}
+
+    def before(name: str, target: Any) -> None:
+        if name in codes and "-00000-" in str(target):
+            raise OSError(codes[name], os.strerror(codes[name]), str(target))
+
+    with disk_calls(before, lambda name, target: None), pytest.raises(CheckpointError, match="No space left"):
+        zeroshard.save(tmp_path / "step-1", nn.Linear(2, 2))
+    (tmp_path / ".index.json.partial").mkdir()  # which can be neither written nor unlinked
+    with pytest.raises(OSError, match=r"cannot write .*index\.json: Is a directory"):
+        write_atomic(tmp_path / INDEX, b"")
+
+
+def test_a_complete_save_is_no_failure_if_latest_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "latest" / "not a file").mkdir(parents=True)
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"step-1 is complete, but .* is not up to date: .*cannot write .*latest"):
+        zeroshard.save(tmp_path / "step-1", model, keep=1)
+    assert zeroshard.load(tmp_path / "step-1", model).missing == []
+
+
+@pytest.mark.parametrize("length", [240, 255])
+def test_long_names(length: int, tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / f"{'a' * (length - 2)}-1"
+    zeroshard.save(path, model)
+    assert zeroshard.load(tmp_path, model).path == path
+    assert not strangers(path)
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENAMETOOLONG)):
+        zeroshard.save(tmp_path / ("a" * 256), model)
+
+
+def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (lambda path: zeroshard.save(path, nn.Linear(2, 2)), functools.partial(export, tmp_path)):
+        with pytest.raises(CheckpointError, match="contains the character NUL: pass another path"):
+            call(f"{tmp_path}/a\0b")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match="the working directory, which does not exist any more"):
+        zeroshard.save("step-1", nn.Linear(2, 2))
+
+
+def test_where_directories_cannot_be_locked_only_complete_checkpoints_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for step in (1, 2):
+        save_plain(tmp_path / f"step-{step}", step)
+    (tmp_path / "step-2" / INDEX).unlink()
+    os.utime(tmp_path / "step-2", (0, 0))
+    with pytest.warns(UserWarning, match="step-2 .*cannot be removed: the file system cannot lock it"):
+        save_plain(tmp_path / "step-3", 3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
 
 
 def test_a_path_below_a_file(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ CASES = [
     Case("killed in save, writing", r"rank 0 has died: its process \d+ was killed", 3, by=0),
     Case("raises", r"rank 1 raised LossError: of this rank. Its last event: gather unit 'blocks\.\d'", 3),
     Case("raises", r"rank 0 raised LossError: of this rank", 3, {"stage": 0}, "tcp", by=0),
+    Case("raises a long text", r"rank 1 raised LossError: of this rank!+\. Its last event: ", 2, {"stage": 0}, "tcp"),
+    Case("raises without text", r"rank 1 raised MuteError: its str\(\) raises", 2, {"stage": 0}, "tcp"),
     Case("ends early", r"rank 1 has exited. Its last event: ", 2, {"stage": 1}, "tcp"),
     Case("micro-batches", r"rank 2 is about to start step after 1 backwards", 3, by=2),
     Case("micro-batches", r"rank 1 is about to start reduction .* after 1 backwards", 2, {"stage": 0}, "tcp"),
@@ -110,7 +112,7 @@ def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str
 
 def assert_others_are_told(case: Case, outcomes: list[Outcome]) -> None:
     """Assert that every other rank has ended by itself, in time, with an error that names the rank and the fault."""
-    diverged = not case.what.startswith("killed") and case.what not in ("raises", "ends early")
+    diverged = not case.what.startswith(("killed", "raises", "ends early"))
     for rank, outcome in enumerate(outcomes):
         if rank == case.by and not diverged:
             continue

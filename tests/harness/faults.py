@@ -29,6 +29,20 @@ class LossError(Exception):
     """Raised by the user's loss."""
 
 
+class MuteError(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+RAISED = {
+    "raises": LossError("of this rank"),
+    "raises a long text": LossError("of this rank" + 9_000_000 * "!"),  # more than the store takes
+    "raises without text": MuteError(),
+}
+
+
 class Net(nn.Module):
     """Blocks; one may be left out."""
 
@@ -106,8 +120,8 @@ def fault(
             for _ in range(1 if mine and what == "micro-batches" else 2):
                 called = time.time()
                 loss = model(x).square().mean()
-                if mine and what == "raises":
-                    raise LossError("of this rank")
+                if mine and what in RAISED:
+                    raise RAISED[what]
                 called = time.time()
                 loss.backward()
             called = time.time()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.group import CheckpointError, absolute_path
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.replicas import warn_of_replicas
 from zeroshard.utils.atomic_file import fsync_directory, read_json
@@ -61,7 +61,7 @@ def export(
         raise ValueError(f"max_shard is {max_shard!r}, expected a number of bytes above 0")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}, expected a floating-point dtype, or None to keep the saved dtypes")
-    target = Path(directory).absolute()
+    target = absolute_path(directory)
     config = None if like is None else _read_config(Path(like))
     with CheckpointReader(Path(checkpoint)) as reader, _atomic_directory(target) as partial_directory:
         warn_of_replicas(reader.index, f"export of {str(reader.path)!r}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +51,25 @@ class CheckpointError(RuntimeError):
 
 class CheckpointDiskError(CheckpointError, DiskError):
     """A checkpoint cannot be written or read because offloaded states on disk cannot be accessed."""
+
+
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a directory to write; raise CheckpointError if there is none.
+
+    >>> absolute_path("a\\0b")
+    Traceback (most recent call last):
+        ...
+    zeroshard.checkpoint.group.CheckpointError: 'a\\x00b' contains the character NUL: pass another path
+    """
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r} contains the character NUL: pass another path")
+    try:
+        return Path(path).absolute()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is relative to the working directory, which does not exist any more ({error.strerror}): pass an "
+            "absolute path"
+        ) from error
 
 
 class CheckpointGroup:

@@ -35,6 +35,7 @@ from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"
 FORMAT_VERSION = 1
+MAX_INDEX_BYTES = 2**30
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _INDEX_PREFIX = f'{{"format": "{FORMAT}", '.encode()  # every index starts with it
 _CHECKSUM_SUFFIX = ', "crc32": "%08x"}'  # the last field: the checksum of the text before it
@@ -125,6 +126,11 @@ class CheckpointIndex:
         data["files"] = [asdict(record) for record in self.files]
         data["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
         body = json.dumps(data)[:-1].encode()
+        if len(body) > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"the index has {len(body)} bytes, expected at most {MAX_INDEX_BYTES}: save large data in `extra` as "
+                "tensors, which the index does not contain"
+            )
         write_atomic(directory / INDEX_FILE, body + (_CHECKSUM_SUFFIX % zlib.crc32(body)).encode())
 
     @classmethod
@@ -132,12 +138,18 @@ class CheckpointIndex:
         """Read and validate a checkpoint's index."""
         path = directory / INDEX_FILE
         try:
-            text = path.read_bytes()
+            nbytes = path.stat().st_size
+            text = path.read_bytes() if nbytes <= MAX_INDEX_BYTES else b""
         except OSError as error:
             raise CheckpointError(
                 f"{directory} is not a checkpoint: {INDEX_FILE} cannot be read ({error.strerror}). An interrupted save "
                 "leaves no index: pass another path, or the parent directory to load its latest checkpoint"
             ) from error
+        if nbytes > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{path} is damaged or not an index: it has {nbytes} bytes, expected at most {MAX_INDEX_BYTES}. Load "
+                "an earlier checkpoint"
+            )
         data = _parse_index(path, text)
         names = [field_.name for field_ in fields(cls)]
         missing = [name for name in names if name not in data]

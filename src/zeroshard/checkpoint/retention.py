@@ -3,8 +3,8 @@
 [Note: asynchronous save]
 A directory with data files and no index is either an interrupted save or a save in progress. To tell them apart, the
 first rank of a save locks the directory (``flock``) while it writes; the system releases the lock however the process
-ends. A locked directory is not removed, and no other save writes into it. Some file systems (NFS) cannot lock
-directories: there a directory that changed within the last hour counts as in use.
+ends. A locked directory is not removed, and no other save writes into it. Where the file system cannot lock directories
+(some NFS), only complete checkpoints are removed; of others a warning is given.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.group import CheckpointError
@@ -26,12 +25,11 @@ from zeroshard.utils.atomic_file import is_file_name, write_atomic
 
 LATEST_FILE = "latest"
 MAX_NAME_BYTES = 4096  # read from the file `latest`
-IN_USE_SECONDS = 3600.0  # since the last change, if a directory cannot be locked: see [Note: asynchronous save]
 LOCK_TIMEOUT_SECONDS = 5.0  # another process holds the lock briefly while it decides about removal
 RUN_SUBDIRECTORY = "checkpoints"  # in the output directory of `zeroshard train`
-# data files, and an index that is being written
+# data files, and an index or a pointer that is being written
 _SAVE_FILE_PATTERN = re.compile(
-    rf"({'|'.join(TENSOR_KINDS)})-\d{{5,}}-[0-9a-f]{{8}}\.safetensors|\.{re.escape(INDEX_FILE)}\.partial"
+    rf"({'|'.join(TENSOR_KINDS)})-\d{{5,}}-[0-9a-f]{{8}}\.safetensors|\.({re.escape(INDEX_FILE)}|{LATEST_FILE})\.partial"
 )
 
 
@@ -66,18 +64,14 @@ def update_latest(checkpoint: Path) -> None:
 
     >>> import tempfile
     >>> parent = Path(tempfile.mkdtemp())
+    >>> (parent / "step-7").mkdir()
     >>> update_latest(parent / "step-7")
     >>> (parent / "latest").read_text()
     'step-7\\n'
     """
-    pointer = checkpoint.with_name(LATEST_FILE)
-    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-    while True:
-        with try_lock(pointer.parent) as is_free:  # two jobs may update it at the same time
-            if is_free or time.monotonic() > deadline:
-                write_atomic(pointer, f"{checkpoint.name}\n".encode(), writer=_name_without_step(checkpoint))
-                return
-        time.sleep(0.01)
+    # first in the checkpoint's directory, which is locked: other jobs may update the same pointer
+    partial = checkpoint / f".{LATEST_FILE}.partial"
+    write_atomic(checkpoint.with_name(LATEST_FILE), f"{checkpoint.name}\n".encode(), partial)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -136,32 +130,20 @@ def prune(parent: Path, keep: int, newest: Path) -> None:
 def _remove_checkpoint(path: Path) -> None:
     """Remove a complete or partial checkpoint, unless another process is writing it."""
     try:
-        with try_lock(path) as is_free:
-            if is_free:
+        descriptor = _open_directory(path)
+        try:
+            is_locked = _try_flock(descriptor)
+            if is_locked is None and not is_checkpoint(path):
+                raise OSError("the file system cannot lock it, so a save into it may be in progress")
+            if is_locked is not False:
                 (path / INDEX_FILE).unlink(missing_ok=True)  # first: without an index it is not a checkpoint
                 shutil.rmtree(path)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:
         _warn_not_removed(path, error)
-
-
-@contextmanager
-def try_lock(directory: Path) -> Iterator[bool]:
-    """Try to lock a directory and yield whether it is free: see [Note: asynchronous save]."""
-    descriptor = _open_directory(directory)
-    try:
-        is_free = _try_flock(descriptor)
-        if is_free is None:
-            is_free = is_checkpoint(directory) or not is_interrupted_save(directory) or _is_unchanged(directory)
-        yield is_free
-    finally:
-        os.close(descriptor)
-
-
-def _is_unchanged(directory: Path) -> bool:
-    last_change = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-    return time.time() - last_change > IN_USE_SECONDS
 
 
 def _open_directory(directory: Path) -> int:
@@ -184,10 +166,7 @@ class SaveLock:
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "step-1"
-    >>> lock = SaveLock(directory)
-    >>> with try_lock(directory) as is_free:
-    ...     is_free
-    False
+    >>> lock = SaveLock(directory)  # other processes raise CheckpointError now
     >>> lock.release()
     """
 
@@ -249,6 +228,24 @@ def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 _warn_not_removed(path, error)
+
+
+def finish_save(checkpoint: Path, files: set[str], keep: int | None) -> None:
+    """Point ``latest`` at a checkpoint that is complete, and remove what is not needed any more.
+
+    ``files`` are the checkpoint's own. Problems cause warnings: the save itself has succeeded.
+    """
+    try:
+        update_latest(checkpoint)
+        remove_stale_files(checkpoint, files)
+        if keep is not None:
+            prune(checkpoint.parent, keep, checkpoint)
+    except OSError as error:
+        warnings.warn(
+            f"{checkpoint} is complete, but {checkpoint.parent} is not up to date: {error}. A load of the latest "
+            f"checkpoint may read an earlier one, and old ones stay: load it by its own path",
+            stacklevel=2,
+        )
 
 
 def _warn_not_removed(path: Path, error: OSError) -> None:

@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from zeroshard.checkpoint.async_save import HostStaging, Save, Snapshot, pending
 from zeroshard.checkpoint.block_files import CheckpointWorkers
 from zeroshard.checkpoint.extra_states import encode_extra_states
 from zeroshard.checkpoint.flat_shards import LocalTensor
-from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
+from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup, absolute_path
 from zeroshard.checkpoint.json_codec import encode, state_dict_of
 from zeroshard.checkpoint.replicas import name_by_replica, replicas_field
 from zeroshard.checkpoint.rng_state import get_rng_states
@@ -85,7 +84,7 @@ def save(
     optimizers = as_list(optimizer)
     if not weights and not optimizers:
         raise ValueError("weights=False saves only optimizer states, but no optimizer was given: pass the optimizer")
-    directory = Path(path).absolute()
+    directory = absolute_path(path)
     model = unwrap_compiled(model)
     engine = engine_of_model(model)
     wait_for_pending_save()

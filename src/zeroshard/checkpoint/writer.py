@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from zeroshard.checkpoint.block_files import BlockWriter, CheckpointWorkers, Fil
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry
-from zeroshard.checkpoint.retention import SaveLock, prune, remove_stale_files, update_latest
+from zeroshard.checkpoint.retention import SaveLock, finish_save
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.utils.safetensors_files import TensorInfo, build_header
 from zeroshard.utils.version import __version__
@@ -134,7 +134,8 @@ class _RankWriter:
             committed = set()
         for path in self._written_paths:
             if path.name not in committed:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # the save's error is the one to raise; the next save removes them
+                    path.unlink()
 
 
 def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], keep: int | None) -> None:
@@ -168,10 +169,7 @@ def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], kee
         **index_fields,
     )
     index.write(directory)
-    update_latest(directory)
-    remove_stale_files(directory, {record.name for record in files})
-    if keep is not None:
-        prune(directory.parent, keep, directory)
+    finish_save(directory, {record.name for record in files}, keep)
 
 
 def _check_written(directory: Path, files: list[FileRecord], tensors: dict[str, TensorEntry]) -> None:

@@ -11,6 +11,7 @@ from zeroshard.comm.collectives import (
 )
 from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError, open_consistency_checker
 from zeroshard.comm.counters import Traffic, WaitTimer
+from zeroshard.comm.heartbeat_monitor import describe_error
 from zeroshard.comm.mesh import MeshAxis, find_or_create_group, mesh_axes, product_axis, tensor_axis_name
 from zeroshard.comm.quantization import BLOCK_NUMEL, ErrorFeedback, Quantizer, exchange_numel, payload_bytes
 
@@ -30,6 +31,7 @@ __all__ = [
     "all_gather_object",
     "all_gather_sync",
     "count_tensor_traffic",
+    "describe_error",
     "exchange_numel",
     "find_or_create_group",
     "mesh_axes",

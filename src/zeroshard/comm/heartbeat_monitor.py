@@ -46,6 +46,7 @@ COLLECTIVE_GRACE_SECONDS = 3.0  # time for collectives to complete that a rank j
 STORE_GRACE_SECONDS = 3.0  # a process whose store does not answer any more may end this much later
 EXIT_GRACE_SECONDS = 3.0  # a process that exits by an exception waits this long for others to read why
 MAX_ABORT_SECONDS = 5.0  # that the abort of a communicator is waited for
+MAX_ERROR_CHARS = 10_000  # of an exception's text: the store drops a connection that sends more than 8 MB
 THREAD_NAME = "zeroshard heartbeats"
 
 FAULT_ERROR, FAULT_DIED, FAULT_EXITED = "error", "died", "exited"  # kinds of RankFault
@@ -343,9 +344,13 @@ class HeartbeatMonitor:
         monitored = self._monitored()
         position = None if monitored is None else monitored.position()
         self._position = self._dropped_at or position or self._position
-        error = _ending_error()
-        has_raised = error is not None and not isinstance(error, RanksDisagreeError)  # the others know of that one
-        self._post_exit(f"raised {type(error).__name__}: {error}" if has_raised else "has exited")
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+        if isinstance(error, SystemExit):  # multiprocessing exits this way after an exception
+            error = error.__context__
+        how = "has exited"
+        if error is not None and not isinstance(error, RanksDisagreeError):  # the others know of that one
+            how = f"raised {describe_error(error)}"
+        self._post_exit(how)
         if error is not None:
             self.faults.wait_until_read(len(self._global_ranks) - 1)
         self._stop()
@@ -355,12 +360,16 @@ class HeartbeatMonitor:
         self.faults.post(FAULT_EXITED, f"rank {self._rank} {how}. Its last event: {last}", event_count)
 
 
-def _ending_error() -> BaseException | None:
-    """Return the exception that ends this process; None if there is none."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
-    if isinstance(error, SystemExit):  # multiprocessing exits this way after an exception
-        error = error.__context__
-    return error
+def describe_error(error: BaseException) -> str:
+    """Return the class and text of an exception for the other ranks, whatever its ``str()`` does.
+
+    >>> describe_error(ValueError("no " * 10_000))[:20]
+    'ValueError: no no no'
+    """
+    text = "its str() raises an exception itself"
+    with contextlib.suppress(Exception):
+        text = str(error)
+    return f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}"
 
 
 def _abort_nccl(ranks: set[int], why: str) -> None:

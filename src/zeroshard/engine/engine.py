@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zeroshard.comm import RanksDisagreeError
+from zeroshard.comm import RanksDisagreeError, describe_error
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.float8_flat import SCALES_LABEL, find_float8_scales
 from zeroshard.engine.grad_scale import current_inverse_scale
@@ -133,7 +133,7 @@ class Engine:
             self.executor.drain_collectives(self.schedule.holds.reshard_unless_retained)
             self.state_guard.gather_updated_units()
             if error is not None:
-                self.comm.consistency.announce_failure(f"its forward raised {type(error).__name__}: {error}")
+                self.comm.consistency.announce_failure(f"its forward raised {describe_error(error)}")
         with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
             self._abort_forward()  # later failures repeat the first, which says more
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
+def write_atomic(path: Path, data: bytes, partial: Path | None = None) -> None:
     """Write a file atomically: at any time, its name refers to the old content or to all of the new.
 
-    Several writers may write it at the same time if each passes a different ``writer``.
+    The content is first written into the file ``partial``. Several processes may write ``path`` at the same time if
+    each passes a different one, on the same file system.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note"
@@ -20,7 +22,7 @@ def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
     >>> path.read_bytes()
     b'all of it'
     """
-    partial = path.with_name(f".{path.name}{writer and '.'}{writer}.partial")
+    partial = partial or path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(data)
@@ -29,7 +31,8 @@ def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
         partial.replace(path)
         fsync_directory(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error is the one to raise
+            partial.unlink()
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 

@@ -39,7 +39,7 @@ def write_machine(name: str, text: str) -> Path:
     """Write a machine's file atomically."""
     target = machine_path(name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(target, text.encode(), writer=str(os.getpid()))
+    write_atomic(target, text.encode(), target.with_name(f".{name}.{os.getpid()}.partial"))
     return target
 
 
