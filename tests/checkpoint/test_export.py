@@ -248,9 +248,9 @@ def test_damage_of_optimizer_states_does_not_matter(copied: Path, saved: Any, tm
 def test_values_that_no_rank_has_written_are_missed(copied: Path, tmp_path: Path) -> None:
     with CheckpointReader(copied) as contents:
         contents.index.tensors["model/frozen.weight"].shards.pop()
-        contents.index.write(copied)
-    with pytest.raises(CheckpointError, match=r"model/frozen\.weight has no values from element \d+ of 36 on"):
-        export(copied, tmp_path / "out")
+        with pytest.raises(ValueError, match=r"model/frozen\.weight has no values from element \d+ of 36 on"):
+            contents.index.write(copied)
+    export(copied, tmp_path / "out")  # what was there is whole
 
 
 def test_the_target_is_empty_or_not_there(saved: Any, tmp_path: Path) -> None:

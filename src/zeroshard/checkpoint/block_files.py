@@ -38,8 +38,12 @@ class FileRecord:
     nbytes: int
     block_crc32: tuple[int, ...]
 
-    def check_size(self, path: Path, nbytes: int) -> None:
-        """Raise if the file at ``path`` has another size; it has ``nbytes`` bytes."""
+    def check_size(self, directory: Path) -> None:
+        """Raise if the file is not in ``directory``, or has another size."""
+        path = directory / self.name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing. {DAMAGED_FILE_REMEDY}")
+        nbytes = path.stat().st_size
         if nbytes != self.nbytes:
             raise CheckpointError(
                 f"{path} has {nbytes} bytes, expected {self.nbytes}: it is truncated or another file. "
@@ -177,15 +181,11 @@ class BlockReader:
     def __init__(self, path: Path, record: FileRecord) -> None:
         self._path, self._record = path, record
         self._last_number, self._last_block = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
+        record.check_size(path.parent)
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
-        try:
-            record.check_size(path, os.fstat(self._file.fileno()).st_size)
-        except CheckpointError:
-            self._file.close()
-            raise
 
     def iter_blocks(self, numbers: Iterable[int], workers: CheckpointWorkers) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first byte, bytes) of each block, in order. A block is valid until the next one is requested."""

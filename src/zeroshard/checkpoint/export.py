@@ -133,7 +133,7 @@ def _tensors_to_export(reader: CheckpointReader, dtype: torch.dtype | None) -> l
             f"{missing[0]}: load it into the model, and save the model with frozen=True"
         )
     entries = []
-    for name in [*reader.index.requires_grad, *(name for name in tensors if name not in reader.index.requires_grad)]:
+    for name in dict.fromkeys([*reader.index.requires_grad, *tensors]):
         saved = tensors[name]
         export_dtype = dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype
         entries.append(TensorInfo(name, export_dtype, saved.shape))

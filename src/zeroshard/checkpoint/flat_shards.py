@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.json_codec import are_sizes
 from zeroshard.sharding import Range
 from zeroshard.tensor_parallel import TPShard
 from zeroshard.utils.safetensors_files import TensorInfo
@@ -47,7 +48,7 @@ class ElementOrder:
     """The order of a tensor's elements when it is flattened.
 
     >>> columns = ElementOrder((0, 1), 1, ((Range(0, 2),), (Range(2, 4),)))
-    >>> flat = columns.flatten(torch.arange(8).view(2, 4))
+    >>> flat = columns.flatten(torch.arange(8).view(2, 4), Range(0, 8))
     >>> flat
     tensor([0, 1, 4, 5, 2, 3, 6, 7])
     >>> columns.unflatten(flat, (2, 4))
@@ -87,9 +88,8 @@ class ElementOrder:
     def is_row_major(self) -> bool:
         return self.tp_dim is None and self.dim_order == tuple(range(len(self.dim_order)))
 
-    def flatten(self, full_tensor: torch.Tensor, element_range: Range | None = None) -> torch.Tensor:
-        """Flatten a full tensor and return it, or its ``element_range``; a view if possible."""
-        element_range = Range(0, full_tensor.numel()) if element_range is None else element_range
+    def flatten(self, full_tensor: torch.Tensor, element_range: Range) -> torch.Tensor:
+        """Return a range of the flattened full tensor; a view if possible."""
         tp_shard, pieces, start = self._tp_shard(full_tensor.shape), [], 0
         for rank, shape in enumerate(self._shard_shapes(full_tensor.shape)):
             common = element_range.intersect(Range(start, start + shape.numel()))
@@ -147,7 +147,7 @@ class ElementOrder:
         """
         all_dims = list(range(len(shape)))
         dim_order, tp_fields = entry.get("dim_order", all_dims), entry.get("tensor_parallel")
-        if not isinstance(dim_order, list) or not _are_nonnegative_ints(dim_order) or sorted(dim_order) != all_dims:
+        if not are_sizes(dim_order) or sorted(dim_order) != all_dims:
             raise ValueError(f"a dim_order that is not a permutation of its {len(shape)} dimensions: {dim_order!r}")
         if tp_fields is None:
             return cls(tuple(dim_order))
@@ -161,12 +161,12 @@ def _parse_tp_ranges(data: Any, dim: int, length: int) -> tuple[tuple[Range, ...
     """Parse the ranges of the TP shards; raise ValueError unless they cover the dimension exactly once."""
     try:
         tp_ranges = tuple(tuple(Range(start, end) for start, end in shard_ranges) for shard_ranges in data)
-        edges = sorted((r.start, r.end) for r in chain.from_iterable(tp_ranges))
+        edges = sorted([r.start, r.end] for r in chain.from_iterable(tp_ranges))
     except (TypeError, ValueError):
-        edges = [(-1, -1)]
+        edges = [[-1, -1]]
     ends = [0, *(end for _, end in edges)]
     is_complete = [start for start, _ in edges] == ends[:-1] and ends[-1] == length
-    if not is_complete or any(not _are_nonnegative_ints(edge) or edge[0] == edge[1] for edge in edges):
+    if not is_complete or any(not are_sizes(edge) or edge[0] == edge[1] for edge in edges):
         raise ValueError(f"TP ranges that do not cover dimension {dim} (0 to {length}) exactly once: {data!r}")
     return tp_ranges
 
@@ -180,10 +180,6 @@ def _merge_adjacent(ranges: Sequence[Range]) -> tuple[Range, ...]:
         elif r.numel:
             merged.append(r)
     return tuple(merged)
-
-
-def _are_nonnegative_ints(values: Sequence[Any]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
 
 
 @dataclass

@@ -28,15 +28,15 @@ from zeroshard.checkpoint.block_files import DAMAGED_FILE_REMEDY, FileRecord
 from zeroshard.checkpoint.flat_shards import ElementOrder, TensorSpec
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.json_codec import truncated_repr
-from zeroshard.checkpoint.schema import DTYPE_BY_NAME, SchemaError, check_index
+from zeroshard.checkpoint.schema import DTYPE_BY_NAME, SchemaError, check_index, check_tensors
 from zeroshard.utils.atomic_file import write_atomic
-from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo
+from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo, build_header
 
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"
 FORMAT_VERSION = 1
 MAX_INDEX_BYTES = 2**30
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+HEADER_METADATA = {"format": "pt"}  # of each safetensors file
 _INDEX_PREFIX = f'{{"format": "{FORMAT}", '.encode()  # every index starts with it
 _CHECKSUM_SUFFIX = ', "crc32": "%08x"}'  # the last field: the checksum of the text before it
 
@@ -90,7 +90,6 @@ class CheckpointIndex:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Named ``model/NAME``, ``optimizer/NAME/STATE``, ``ema/NAME`` and ``other/…``; see also [Note: replicas in a
     checkpoint]."""
-    world_size: int = 0
     written: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     sharding: dict[str, Any] | None = None
@@ -125,6 +124,7 @@ class CheckpointIndex:
         data |= {field_.name: getattr(self, field_.name) for field_ in fields(self)}
         data["files"] = [asdict(record) for record in self.files]
         data["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
+        check_tensors(data["tensors"], data["files"])
         body = json.dumps(data)[:-1].encode()
         if len(body) > MAX_INDEX_BYTES:
             raise CheckpointError(
@@ -170,30 +170,29 @@ class CheckpointIndex:
     def check_file_sizes(self, directory: Path, numbers: Iterable[int]) -> None:
         """Raise if one of the numbered files is missing or has the wrong size."""
         for number in numbers:
-            record = self.files[number]
-            file = directory / record.name
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing. {DAMAGED_FILE_REMEDY}")
-            record.check_size(file, file.stat().st_size)
+            self.files[number].check_size(directory)
 
     def check_file_headers(self, directory: Path, numbers: Iterable[int]) -> None:
         """Raise if the header of one of the numbered files does not describe the same tensors as the index."""
         for number in numbers:
-            path, tensors = directory / self.files[number].name, self._tensors_by_file[number]
-            entries, data_start = _read_header(path, self.files[number].nbytes)
-            problem = f"{path} is damaged, or is not the file that the index describes"
+            path = directory / self.files[number].name
+            tensors = sorted(self._tensors_by_file[number], key=lambda tensor: tensor[1])
+            try:
+                header = build_header([info for info, _ in tensors], HEADER_METADATA)
+                with open(path, "rb") as file:
+                    is_valid = file.read(len(header)) == header
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
+            except ValueError:  # the index names two tensors of the file alike
+                header, is_valid = b"", False
+            end = len(header)
             for info, offset in tensors:
-                expected = info.header_entry(offset - data_start)
-                if entries.get(info.name) != expected:
-                    raise CheckpointError(
-                        f"{problem}: the header of the file describes {info.name} as "
-                        f"{truncated_repr(entries.get(info.name), 120)}, expected {json.dumps(expected)}. "
-                        f"{DAMAGED_FILE_REMEDY}"
-                    )
-            unknown = entries.keys() - {"__metadata__"} - {info.name for info, _ in tensors}
-            if unknown:
+                is_valid = is_valid and offset == end
+                end += info.nbytes
+            if not is_valid:
                 raise CheckpointError(
-                    f"{problem}: it contains {truncated_repr(min(unknown))}, which is not in the index. "
+                    f"{path} is damaged, or is not the file that the index describes: the header of the file has other "
+                    f"tensors than the index ({truncated_repr([info.name for info, _ in tensors], 120)}). "
                     f"{DAMAGED_FILE_REMEDY}"
                 )
 
@@ -206,21 +205,6 @@ class CheckpointIndex:
                 info = entry.shard_info(fqn, shard.start, shard.numel)
                 tensors_by_file[shard.file_number].append((info, shard.byte_offset))
         return tensors_by_file
-
-
-def _read_header(path: Path, nbytes: int) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file's header, and the first byte after the header."""
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 8 + length <= min(nbytes, MAX_HEADER_BYTES) else b""
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it has no safetensors header. {DAMAGED_FILE_REMEDY}") from error
-    return entries if isinstance(entries, dict) else {}, 8 + length
 
 
 def is_checkpoint(directory: Path) -> bool:

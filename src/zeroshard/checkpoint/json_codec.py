@@ -200,7 +200,7 @@ def _is_permuted(content: Any) -> bool:
         isinstance(content, dict)
         and content.keys() == {"tensor", "dims"}
         and isinstance(content["tensor"], torch.Tensor)
-        and _are_sizes(content["dims"])
+        and are_sizes(content["dims"])
         and sorted(content["dims"]) == list(range(content["tensor"].dim()))
     )
 
@@ -216,8 +216,8 @@ def _is_subclass(content: Any) -> bool:
         and content.keys() == {"class", "tensors", "context", "shape", "stride"}
         and isinstance(content["class"], str)
         and isinstance(content["tensors"], dict)
-        and _are_sizes(content["shape"])
-        and _are_sizes(content["stride"])
+        and are_sizes(content["shape"])
+        and are_sizes(content["stride"])
     )
 
 
@@ -229,7 +229,8 @@ def _are_pairs(content: Any) -> bool:
     return isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
 
 
-def _are_sizes(content: Any) -> bool:
+def are_sizes(content: Any) -> bool:
+    """Return whether decoded data is a list of integers of at least 0."""
     return isinstance(content, list) and all(type(item) is int and item >= 0 for item in content)
 
 
@@ -250,7 +251,7 @@ _DECODERS: dict[str, tuple[str, Callable[..., bool], Callable[..., Any]]] = {
     "$device": ("a device", _is_instance(str), torch.device),
     "$tuple": ("a list", _is_instance(list), tuple),
     "$set": ("a list of hashable items", _is_instance(list), set),
-    "$size": ("a list of sizes", _are_sizes, torch.Size),
+    "$size": ("a list of sizes", are_sizes, torch.Size),
     "$items": ("a list of pairs with hashable keys", _are_pairs, dict),
     "$counter": ("a list of pairs with hashable keys", _are_pairs, lambda pairs: Counter(dict(pairs))),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from zeroshard.checkpoint.json_codec import truncated_repr
 from zeroshard.checkpoint.reader import LoadSource, LoadTarget
 from zeroshard.checkpoint.replicas import local_steps_of, replicas_in
 from zeroshard.checkpoint.train_state import (
-    IMPLEMENTATION_OPTIONS,
     NamedParamGroup,
     TrainState,
     get_train_state,
@@ -134,21 +133,34 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
     local_tensors = mapping.train_state.parameters() | {
         name: LocalTensor.from_full_tensor(name, buffer) for name, buffer in persistent_buffers(model)
     }
-    ties = tied_names(model)
-    saved = source.index.tensors_of_kind("model")
+    frozen = {name for name, is_trained in source.index.requires_grad.items() if not is_trained}
+    _map_tensors(mapping, source, tied_names(model), "model", local_tensors, optional_names=frozen)
+    known_modules = modules_with_extra_state(model)
+    mapping.unexpected += state_names({n: s for n, s in source.index.extra_states.items() if n not in known_modules})
+
+
+def _map_tensors(
+    mapping: LoadMapping,
+    source: LoadSource,
+    ties: Mapping[str, str],
+    kind: str,
+    local_tensors: Mapping[str, LocalTensor],
+    optional_names: Collection[str] = (),
+) -> None:
+    """Map saved tensors of one kind; those with optional names may be missing: they were saved with frozen=False."""
+    saved = source.index.tensors_of_kind(kind)
+    suffix = " (EMA)" if kind == "ema" else ""
     known = {*local_tensors, *ties}
     problems = []
     for name, local in local_tensors.items():
         saved_name = _saved_name(name, source, ties, saved)
         if saved_name is not None:
             known.add(saved_name)
-            problems += _mismatches(name, saved[saved_name], local.shape, local.dtype)
-            mapping.weights.append(LoadTarget(f"model/{saved_name}", local))
-        elif source.index.requires_grad.get(name) is not False:  # False: saved with frozen=False
-            mapping.missing.append(name)
-    mapping.unexpected += [name for name in saved if name not in known]
-    known_modules = modules_with_extra_state(model)
-    mapping.unexpected += state_names({n: s for n, s in source.index.extra_states.items() if n not in known_modules})
+            problems += _mismatches(f"{name}{suffix}", saved[saved_name], local.shape, local.dtype)
+            mapping.weights.append(LoadTarget(f"{kind}/{saved_name}", local))
+        elif name not in optional_names:
+            mapping.missing.append(f"{name}{suffix}")
+    mapping.unexpected += [f"{name}{suffix}" for name in saved if name not in known]
     _raise_mismatches(source, problems)
 
 
@@ -166,23 +178,12 @@ def _map_missing_extra_states(mapping: LoadMapping, source: LoadSource, model: n
 
 
 def _map_averages(mapping: LoadMapping, source: LoadSource, model: nn.Module, ema: EMA, strict: bool) -> None:
-    saved, ties, known = source.index.tensors_of_kind("ema"), tied_names(model), set()
-    if strict and not saved:
+    if strict and not source.index.tensors_of_kind("ema"):
         raise CheckpointError(
             f"{source.path} contains no EMA: it was saved without ema=. Load it without ema, then make the EMA, which "
             "starts with the loaded weights"
         )
-    problems = []
-    for name, local in mapping.train_state.averages(ema).items():
-        saved_name = _saved_name(name, source, ties, saved)
-        if saved_name is None:
-            mapping.missing.append(f"{name} (EMA)")
-            continue
-        known.add(saved_name)
-        problems += _mismatches(f"{name} (EMA)", saved[saved_name], local.shape, local.dtype)
-        mapping.weights.append(LoadTarget(f"ema/{saved_name}", local))
-    mapping.unexpected += [f"{name} (EMA)" for name in saved if name not in known]
-    _raise_mismatches(source, problems)
+    _map_tensors(mapping, source, tied_names(model), "ema", mapping.train_state.averages(ema))
 
 
 def _saved_name(name: str, source: LoadSource, ties: Mapping[str, str], saved: Mapping[str, TensorEntry]) -> str | None:
@@ -210,59 +211,51 @@ def _map_optimizer_states(mapping: LoadMapping, source: LoadSource, strict: bool
         raise CheckpointError(
             f"{source.path} contains no optimizer states: use load(path, model) to load only the weights"
         )
+    saved, current_groups = source.index.optimizer, mapping.train_state.param_groups()
+    options = source.decode([group["options"] for group in saved["param_groups"]])
+    saved_groups = [
+        NamedParamGroup(group["class"], group["param_names"], group_options)
+        for group, group_options in zip(saved["param_groups"], options, strict=True)
+    ]
     # by parameter: one optimizer with two groups may become two of its class, with a group each
-    saved, saved_classes = source.index.optimizer, _classes_by_name(source)
-    current_groups = mapping.train_state.param_groups()
-    current_classes = {
-        name: type(inner).__name__
-        for group, inner in zip(current_groups, mapping.train_state.group_optimizers, strict=True)
-        for name in group.names
-    }
+    saved_classes, current_classes = _classes_by_name(saved_groups), _classes_by_name(current_groups)
     common = saved_classes.keys() & current_classes.keys()
-    same_classes = all(saved_classes[name] == current_classes[name] for name in common)
-    optimizer_class = " + ".join(type(getattr(each, "inner", each)).__name__ for each in mapping.optimizers)
-    if strict and not (same_classes if common else saved["class"] == optimizer_class):
+    pairs = {frozenset((saved_classes[name], current_classes[name])) for name in common}
+    same_classes = all(len(pair) == 1 for pair in pairs)
+    if strict and not same_classes:
         raise CheckpointError(
-            f"{source.path} was saved with the optimizer {saved['class']}, expected {optimizer_class}: use "
-            "load(path, model) to load only the weights"
+            f"{source.path} was saved with the optimizer {_join_classes(saved_groups)}, expected "
+            f"{_join_classes(current_groups)}: use load(path, model) to load only the weights"
         )
     # only these have states with the same meaning
-    pairs = {frozenset((saved_classes[name], current_classes[name])) for name in common}
     if not all(len(pair) == 1 or pair <= {"Adam", "AdamW"} for pair in pairs):
         mapping.unexpected += [f"{name} (optimizer)" for name in saved_classes]
         return
-    options = source.decode([group["options"] for group in saved["param_groups"]])
-    saved_groups = [
-        NamedParamGroup(group["param_names"], group_options)
-        for group, group_options in zip(saved["param_groups"], options, strict=True)
-    ]
-    current_names = [name for group in current_groups for name in group.names]
-    saved_names = [name for group in saved_groups for name in group.names]
     same_groups = [set(group.names) for group in saved_groups] == [set(group.names) for group in current_groups]
     if same_groups and same_classes:
         mapping.param_groups = saved_groups
         for number, (saved_group, current_group) in enumerate(zip(saved_groups, current_groups, strict=True)):
             _check_options(f"{source.path}: group {number}", saved_group.options, current_group.options)
-    elif strict and set(current_names) == set(saved_names):
+    elif strict and current_classes.keys() == saved_classes.keys():
         raise CheckpointError(
             f"{source.path} has other param groups ({[len(group.names) for group in saved_groups]} parameters) than "
             f"the optimizer ({[len(group.names) for group in current_groups]}): use the same groups, or pass "
             "strict=False to load the states and keep the options of this optimizer"
         )
-    mapping.missing += [f"{name} (optimizer)" for name in current_names if name not in set(saved_names)]
-    mapping.unexpected += [f"{name} (optimizer)" for name in saved_names if name not in set(current_names)]
+    mapping.missing += [f"{name} (optimizer)" for name in current_classes if name not in saved_classes]
+    mapping.unexpected += [f"{name} (optimizer)" for name in saved_classes if name not in current_classes]
     mapping.optimizer_states = _map_param_states(mapping, source, current_groups)
     if saved["loss_scale"] is not None:
         mapping.loss_scale = [saved["loss_scale"]["scale"], saved["loss_scale"]["growth_tracker"]]
 
 
 def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool, strict: bool) -> None:
-    all_steps = [steps for steps in map(local_steps_of, mapping.optimizers) if steps is not None]
-    outer = next((steps.outer for steps in all_steps if steps.outer is not None), None)
+    all_steps = map(local_steps_of, mapping.optimizers)
+    outers = [steps.outer for steps in all_steps if steps is not None and steps.outer is not None]
     tensors, saved = source.index.tensors_of_kind("outer_optimizer"), replicas_in(source.index)
-    if tensors and outer is None:
+    if tensors and not outers:
         warnings.warn(f"{source.path} has states of an outer optimizer, which this run does not have", stacklevel=2)
-    if outer is None:
+    if not outers:
         return
     states: dict[str, dict[str, Any]] = {}
     shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
@@ -284,7 +277,7 @@ def _map_outer_states(mapping: LoadMapping, source: LoadSource, is_resumed: bool
     for name, values in source.decode(scalars).items():
         states.setdefault(name, {}).update(values)
     try:
-        _check_outer_states(source, outer.make([nn.Parameter(torch.zeros(1, device="cpu"))]), states, shapes)
+        _check_outer_states(source, outers[0].make([nn.Parameter(torch.zeros(1, device="cpu"))]), states, shapes)
     except CheckpointError:  # of another class
         if strict:
             raise
@@ -307,11 +300,13 @@ def _check_outer_states(
             probe.check_state(f"{source.path}: outer_optimizer/{name}", options, shapes[name], own)
 
 
-def _classes_by_name(source: LoadSource) -> dict[str, str]:
-    """Return the class of the saved optimizer of each parameter."""
-    saved = source.index.optimizer or {"class": "", "param_groups": []}
-    groups = saved["param_groups"]
-    return {name: group.get("class", saved["class"]) for group in groups for name in group["param_names"]}
+def _classes_by_name(groups: list[NamedParamGroup]) -> dict[str, str]:
+    """Return the class of each parameter's optimizer."""
+    return {name: group.class_name for group in groups for name in group.names}
+
+
+def _join_classes(groups: list[NamedParamGroup]) -> str:
+    return " + ".join(dict.fromkeys(group.class_name for group in groups))
 
 
 def _map_param_states(
@@ -372,7 +367,7 @@ def _check_options(where: str, saved: Mapping[str, Any], current: Mapping[str, A
     for key, value in current.items():
         if key not in saved and key == "lr":
             raise CheckpointError(f"{where} has no lr, expected {_describe_type(value)}. {_REMEDY}")
-        if key not in saved or key in IMPLEMENTATION_OPTIONS or value is None or saved[key] is None:
+        if key not in saved or value is None or saved[key] is None:
             continue
         if _describe_type(saved[key]) != _describe_type(value):
             raise CheckpointError(

@@ -135,16 +135,8 @@ class CheckpointReader:
             if saved.element_order == target.local.element_order:
                 in_order.append((saved, target.local.shards))
             elif target.local.shards:
-                self._load_reordered(saved, target.local)
-        self._read_shards(in_order)
-
-    def _load_reordered(self, saved: TensorEntry, local: LocalTensor) -> None:
-        flat = torch.empty(saved.numel, dtype=saved.dtype, device="cpu")
-        self._read_shards([(saved, [(Range(0, saved.numel), flat)])])
-        local.copy_from(saved.element_order.unflatten(flat, saved.shape))
-
-    def _read_shards(self, tensors: Iterable[tuple[TensorEntry, Sequence[Shard]]]) -> None:
-        for number, ranges in _ranges_by_file(tensors):
+                target.local.copy_from(self.read_tensor(target.saved_fqn))
+        for number, ranges in _ranges_by_file(in_order):
             record = self.index.files[number]
             with BlockReader(self.path / record.name, record) as file:
                 read_ranges(file, ranges, self._workers)
@@ -195,7 +187,7 @@ class LoadSource:
         Also compare the files' headers with the index; each of the ``world_size`` ranks checks some of them.
         """
         if _is_external_weights(path):
-            return cls._from_weights(path, _open_external_weights(path, rename))
+            return cls._from_weights(path, _open_external_weights(path), rename)
         index = CheckpointIndex.read(path)
         index.check_file_sizes(path, range(len(index.files)))
         index.check_file_headers(path, range(rank, len(index.files), world_size))
@@ -206,15 +198,22 @@ class LoadSource:
         """Use a state dict in memory as external weights."""
         path = Path("the state dict")
         _check_dense(path, state_dict)
-        return cls._from_weights(path, _rename(path, dict(state_dict), rename))
+        return cls._from_weights(path, state_dict, rename)
 
     @classmethod
-    def _from_weights(cls, path: Path, weights: Mapping[str, torch.Tensor]) -> LoadSource:
+    def _from_weights(
+        cls, path: Path, weights: Mapping[str, torch.Tensor], rename: Callable[[str], str] | None
+    ) -> LoadSource:
+        renamed = {rename(name) if rename is not None else name: tensor for name, tensor in weights.items()}
+        if len(renamed) != len(weights):
+            raise CheckpointError(
+                f"rename maps several tensors of {path} to the same name: return a unique name for each"
+            )
         tensors = {}
-        for name, tensor in weights.items():
+        for name, tensor in renamed.items():
             row_major = ElementOrder(tuple(range(tensor.dim())))
             tensors[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, row_major)
-        return cls(path, CheckpointIndex(tensors=tensors), weights)
+        return cls(path, CheckpointIndex(tensors=tensors), renamed)
 
     def decode(self, value: Any) -> Any:
         """Decode JSON-encoded data of a checkpoint, and read the tensors in it."""
@@ -250,13 +249,10 @@ def _sample(tensor: torch.Tensor) -> list[Any]:
     >>> _sample(torch.arange(15).view(5, 3).T)
     [0, 6, 12, 4, 10, 2, 8, 14]
     """
-    samples = []
-    for number in range(SAMPLES if tensor.numel() else 0):
-        position, index = number * (tensor.numel() - 1) // (SAMPLES - 1), []
-        for size in reversed(tensor.shape):
-            position, within = divmod(position, size)
-            index.append(within)
-        samples.append(tensor[tuple(reversed(index))].item())
+    if tensor.numel() == 0:
+        return []
+    positions = torch.arange(SAMPLES, device="cpu") * (tensor.numel() - 1) // (SAMPLES - 1)
+    samples: list[Any] = tensor[torch.unravel_index(positions, tensor.shape)].tolist()
     return samples
 
 
@@ -273,25 +269,13 @@ def _is_external_weights(path: Path) -> bool:
     return path.suffix in (".safetensors", *PICKLE_SUFFIXES)
 
 
-def _open_external_weights(path: Path, rename: Callable[[str], str] | None) -> dict[str, torch.Tensor]:
+def _open_external_weights(path: Path) -> Mapping[str, torch.Tensor]:
     """Return the weights by name. Tensors are memory-mapped: pages are read on access."""
     try:
         is_pickled = path.suffix in PICKLE_SUFFIXES and path.is_file()
-        tensors = dict((_open_pickled(path) if is_pickled else SafetensorsWeights(path)).items())
+        return _open_pickled(path) if is_pickled else dict(SafetensorsWeights(path))
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(str(error)) from error
-    return _rename(path, tensors, rename)
-
-
-def _rename(
-    path: Path, tensors: dict[str, torch.Tensor], rename: Callable[[str], str] | None
-) -> dict[str, torch.Tensor]:
-    if rename is None:
-        return tensors
-    renamed = {rename(name): tensor for name, tensor in tensors.items()}
-    if len(renamed) != len(tensors):
-        raise CheckpointError(f"rename maps several tensors of {path} to the same name: return a unique name for each")
-    return renamed
 
 
 def _open_pickled(path: Path) -> Mapping[str, torch.Tensor]:

@@ -15,7 +15,8 @@ import re
 import shutil
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.group import CheckpointError
@@ -123,7 +124,7 @@ def prune(parent: Path, keep: int, newest: Path) -> None:
     for path in others[: max(len(others) - (keep - 1), 0)]:
         _remove_checkpoint(path)
     for path in same_series:
-        if path != newest and path.is_dir() and not is_checkpoint(path) and is_interrupted_save(path):
+        if path != newest and path.is_dir() and is_interrupted_save(path):
             _remove_checkpoint(path)
 
 
@@ -143,7 +144,11 @@ def _remove_checkpoint(path: Path) -> None:
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:
-        _warn_not_removed(path, error)
+        warnings.warn(
+            f"{path} of an earlier save cannot be removed: {error.strerror or error}. The new checkpoint is complete. "
+            "Remove the old files yourself, and check the permissions of their directory",
+            stacklevel=2,
+        )
 
 
 def _open_directory(directory: Path) -> int:
@@ -161,43 +166,38 @@ def _try_flock(descriptor: int) -> bool | None:
         return None
 
 
-class SaveLock:
-    """The lock of a directory during a save: see [Note: asynchronous save].
+@contextmanager
+def lock_for_save(directory: Path) -> Iterator[None]:
+    """Create and lock a directory; raise CheckpointError if another save into it is in progress.
 
     >>> import tempfile
-    >>> directory = Path(tempfile.mkdtemp()) / "step-1"
-    >>> lock = SaveLock(directory)  # other processes raise CheckpointError now
-    >>> lock.release()
+    >>> with lock_for_save(Path(tempfile.mkdtemp()) / "step-1"):
+    ...     pass  # another process cannot lock it now
     """
-
-    def __init__(self, directory: Path) -> None:
-        """Create and lock the directory; raise CheckpointError if another save into it is in progress."""
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-        while True:
-            directory.mkdir(parents=True, exist_ok=True)
-            try:
-                self._descriptor = _open_directory(directory)
-            except FileNotFoundError:  # another process removed it as an interrupted save
-                continue
-            is_locked = _try_flock(self._descriptor)
-            if is_locked is None or (is_locked and _is_same_directory(directory, self._descriptor)):
-                return
-            os.close(self._descriptor)
-            if not is_locked:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"another process is saving into {directory}: give each run its own directory, or wait until "
-                        "that save is done"
-                    )
-                time.sleep(0.05)
-
-    def release(self) -> None:
-        """Unlock the directory."""
-        if self._descriptor >= 0:
-            with suppress(OSError):  # it was not locked
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # explicitly, as forked processes share the descriptor
-            os.close(self._descriptor)
-        self._descriptor = -1
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = _open_directory(directory)
+        except FileNotFoundError:  # another process removed it as an interrupted save
+            continue
+        is_locked = _try_flock(descriptor)
+        if is_locked is None or (is_locked and _is_same_directory(directory, descriptor)):
+            break
+        os.close(descriptor)
+        if not is_locked:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"another process is saving into {directory}: give each run its own directory, or wait until "
+                    "that save is done"
+                )
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it was not locked
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicitly, as forked processes share the descriptor
+        os.close(descriptor)
 
 
 def _is_same_directory(directory: Path, descriptor: int) -> bool:
@@ -220,16 +220,6 @@ def is_interrupted_save(path: Path) -> bool:
         return False  # another process has removed it
 
 
-def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
-    """Remove files of earlier saves from a checkpoint's directory; warn if a file cannot be removed."""
-    for path in checkpoint.iterdir():
-        if _SAVE_FILE_PATTERN.fullmatch(path.name) and path.name not in current:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                _warn_not_removed(path, error)
-
-
 def finish_save(checkpoint: Path, files: set[str], keep: int | None) -> None:
     """Point ``latest`` at a checkpoint that is complete, and remove what is not needed any more.
 
@@ -237,20 +227,14 @@ def finish_save(checkpoint: Path, files: set[str], keep: int | None) -> None:
     """
     try:
         update_latest(checkpoint)
-        remove_stale_files(checkpoint, files)
         if keep is not None:
             prune(checkpoint.parent, keep, checkpoint)
+        for path in checkpoint.iterdir():  # of earlier saves to the same path
+            if _SAVE_FILE_PATTERN.fullmatch(path.name) and path.name not in files:
+                path.unlink()
     except OSError as error:
         warnings.warn(
             f"{checkpoint} is complete, but {checkpoint.parent} is not up to date: {error}. A load of the latest "
             f"checkpoint may read an earlier one, and old ones stay: load it by its own path",
             stacklevel=2,
         )
-
-
-def _warn_not_removed(path: Path, error: OSError) -> None:
-    warnings.warn(
-        f"{path} of an earlier save cannot be removed: {error.strerror or error}. The new checkpoint is complete. "
-        "Remove the old files yourself, and check the permissions of their directory",
-        stacklevel=3,
-    )

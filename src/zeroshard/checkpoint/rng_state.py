@@ -10,14 +10,6 @@ from typing import Any
 
 import torch
 
-# dtype and length of each state; None if the length is not fixed
-RNG_STATE_SPECS = {
-    "python": (torch.int64, 627),
-    "torch": (torch.uint8, None),
-    "numpy": (torch.int64, 627),
-    "cuda": (torch.uint8, None),
-}
-
 
 def get_rng_states() -> dict[str, torch.Tensor]:
     """Return the RNG states of Python, NumPy (if imported), torch and CUDA (if initialized) on this rank.

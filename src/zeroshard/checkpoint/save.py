@@ -269,16 +269,16 @@ class _PayloadBuilder:
         if not self._optimizers:
             return None
         groups: list[dict[str, Any]] = [
-            {"param_names": group.names, "options": self._encode(group.options, f"optimizer.param_groups[{number}]")}
+            {
+                "class": group.class_name,
+                "param_names": group.names,
+                "options": self._encode(group.options, f"optimizer.param_groups[{number}]"),
+            }
             for number, group in enumerate(self._train_state.param_groups())
         ]
-        if len(self._optimizers) > 1:
-            for group, optimizer in zip(groups, self._train_state.group_optimizers, strict=True):
-                group["class"] = type(optimizer).__name__
         first = self._optimizers[0]  # several share the loss scale
         loss_scale = first.loss_scale_state() if isinstance(first, ShardedOptimizer) else None
         return {
-            "class": " + ".join(type(getattr(each, "inner", each)).__name__ for each in self._optimizers),
             "param_groups": groups,
             "loss_scale": loss_scale and dict(zip(("scale", "growth_tracker"), loss_scale, strict=True)),
         }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.checkpoint.flat_shards import ElementOrder, LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
-from zeroshard.engine import EMA, Engine, param_info
+from zeroshard.engine import EMA, Engine, FlatParam, param_info
 from zeroshard.optim import ShardedOptimizer, StateDtypes, allocate_state, is_elementwise
+from zeroshard.sharding import Range
 
 # param group options that select an implementation and do not change the result: a load keeps the current ones
 IMPLEMENTATION_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -22,42 +22,68 @@ IMPLEMENTATION_OPTIONS = ("params", "param_names", "foreach", "fused", "capturab
 
 @dataclass
 class NamedParamGroup:
-    """A param group: the names of its parameters, and its options."""
+    """A param group: the class of its optimizer, the names of its parameters, and its options."""
 
+    class_name: str
     names: list[str]
     options: dict[str, Any]
 
 
-class TrainState(ABC):
-    """The training states of a model and, if given, its optimizers."""
+class TrainState:
+    """The training states of an unsharded model and, if given, its optimizers."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._optimizers = optimizers
         self._groups: list[dict[str, Any]] = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.group_optimizers = [  # the user's own optimizer of each group
             getattr(optimizer, "inner", optimizer) for optimizer in optimizers for _ in optimizer.param_groups
         ]
 
-    @abstractmethod
     def parameters(self) -> dict[str, LocalTensor]:
         """Return every parameter, in the highest precision available."""
+        return {name: LocalTensor.from_full_tensor(name, parameter) for name, parameter in self._parameters.items()}
 
-    @abstractmethod
     def optimizer_states(self) -> dict[str, LocalTensor]:
         """Return the optimizer's elementwise states by ``NAME/STATE``."""
+        tensors: dict[str, LocalTensor] = {}
+        for parameter, state in self._states():
+            for key, value in state.items():
+                if is_elementwise(key, value, parameter.shape):
+                    name = f"{self._names[id(parameter)]}/{key}"
+                    tensors[name] = LocalTensor.from_full_tensor(name, value)
+        return tensors
 
-    @abstractmethod
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
         """Return the scalar states (step counts) of the parameters that this rank has elements of."""
+        return {
+            self._names[id(parameter)]: {
+                key: value for key, value in state.items() if not is_elementwise(key, value, parameter.shape)
+            }
+            for parameter, state in self._states()
+            if state
+        }
 
-    @abstractmethod
+    def _states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        return (pair for optimizer in self._optimizers for pair in optimizer.state.items())
+
     def _group_names(self) -> list[list[str]]:
         """Return the names of each param group's parameters."""
+        return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._groups]
 
-    @abstractmethod
     def allocate_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Allocate states in the optimizer: see ``ShardedOptimizer.allocate_states``."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        owners = [(optimizer, StateDtypes(optimizer)) for optimizer in self._optimizers for _ in optimizer.param_groups]
+        for group, (optimizer, dtypes) in zip(self._groups, owners, strict=True):
+            for parameter in group["params"]:
+                for key, value in states.get(self._names[id(parameter)], {}).items():
+                    found = dtypes.resolve(key, value, parameter, group)
+                    optimizer.state[parameter][key] = allocate_state(key, found, parameter, group)
 
-    def sync_loaded_parameters(self) -> None:  # noqa: B027 - an unsharded model needs nothing
+    def sync_loaded_parameters(self) -> None:
         """Apply the values that a load wrote into the tensors of :meth:`parameters`."""
 
     def outer_states(self, with_anchors: bool | None = None) -> dict[str, LocalTensor]:
@@ -74,16 +100,21 @@ class TrainState(ABC):
 
     def param_groups(self) -> list[NamedParamGroup]:
         """Return the optimizer's param groups."""
+        groups = zip(self.group_optimizers, self._groups, self._group_names(), strict=True)
         return [
-            NamedParamGroup(names, {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS})
-            for group, names in zip(self._groups, self._group_names(), strict=True)
+            NamedParamGroup(
+                type(optimizer).__name__,
+                names,
+                {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS},
+            )
+            for optimizer, group, names in groups
         ]
 
     def set_options(self, saved_groups: list[NamedParamGroup]) -> None:
         """Set the options of the optimizer's param groups."""
         for group, saved in zip(self._groups, saved_groups, strict=True):
             for key, value in saved.options.items():
-                if key in IMPLEMENTATION_OPTIONS:
+                if key in IMPLEMENTATION_OPTIONS:  # of another program: save() leaves them out
                     continue
                 current = group.get(key)  # keep its type: a tensor lr stays a tensor on its device, a float a float
                 if isinstance(current, torch.Tensor):
@@ -97,8 +128,9 @@ class ShardedTrainState(TrainState):
     """The training states of a sharded model."""
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-        super().__init__(optimizers)
-        self._engine, self._optimizers = engine, optimizers
+        super().__init__(optimizers, {})
+        self._engine = engine
+        self._optimizers: Sequence[ShardedOptimizer] = optimizers
         self._flat_params = [flat for unit in engine.units for flat in unit.flats]
         self._specs: dict[str, tuple[tuple[int, ...], ElementOrder]] = {}  # full shape and element order
         self._tp_starts: dict[str, int] = {}  # first element of this rank's TP shard in the flattened parameter
@@ -118,11 +150,7 @@ class ShardedTrainState(TrainState):
         for flat in self._flat_params:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
             is_stable = flat.master is not None or flat.is_partitioned  # otherwise the user may write into it
-            for name in flat.names:
-                tensors[name] = self._local_tensor(name, dtype, is_stable)
-            for index, element_range, values in flat.owned_slices():
-                name = flat.names[index]
-                tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
+            tensors |= self._local_tensors(flat, flat.owned_slices(), dtype, is_stable)
         return tensors
 
     def averages(self, ema: EMA) -> dict[str, LocalTensor]:
@@ -131,11 +159,7 @@ class ShardedTrainState(TrainState):
             raise CheckpointError("the EMA is of another model: make it with zeroshard.EMA(model, …) after shard()")
         tensors: dict[str, LocalTensor] = {}
         for flat, average in ema.flat_averages():
-            for name in flat.names:
-                tensors[name] = self._local_tensor(name, average.dtype, is_stable=False)
-            for index, element_range, values in flat.owned_slices(average):
-                name = flat.names[index]
-                tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
+            tensors |= self._local_tensors(flat, flat.owned_slices(average), average.dtype, is_stable=False)
         return tensors
 
     def outer_states(self, with_anchors: bool | None = None) -> dict[str, LocalTensor]:
@@ -147,11 +171,8 @@ class ShardedTrainState(TrainState):
             for flat in local_steps.outer.flats():
                 has_anchors = local_steps.count > 0 if with_anchors is None else with_anchors
                 for key, values in local_steps.outer.states(flat, has_anchors).items():
-                    for name in flat.names:
-                        tensors[f"{name}/{key}"] = self._local_tensor(name, values.dtype, is_stable=True)
-                    for index, element_range, part in flat.owned_slices(values):
-                        name = flat.names[index]
-                        tensors[f"{name}/{key}"].shards.append((element_range.shift(self._tp_starts[name]), part))
+                    local = self._local_tensors(flat, flat.owned_slices(values), values.dtype, is_stable=True)
+                    tensors |= {f"{name}/{key}": tensor for name, tensor in local.items()}
         return tensors
 
     def outer_scalars(self) -> dict[str, dict[str, Any]]:
@@ -175,6 +196,16 @@ class ShardedTrainState(TrainState):
                 local.shards.append((element_range.shift(self._tp_starts[name]), values))
         return tensors
 
+    def _local_tensors(
+        self, flat: FlatParam, slices: Iterable[tuple[int, Range, torch.Tensor]], dtype: torch.dtype, is_stable: bool
+    ) -> dict[str, LocalTensor]:
+        """Return the parameters of a flat, or a state of each, by name; ``slices`` are this rank's, by index."""
+        tensors = {name: self._local_tensor(name, dtype, is_stable) for name in flat.names}
+        for index, element_range, values in slices:
+            name = flat.names[index]
+            tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
+        return tensors
+
     def _local_tensor(self, name: str, dtype: torch.dtype, is_stable: bool) -> LocalTensor:
         shape, element_order = self._specs[name]
         return LocalTensor(shape, dtype, element_order, is_stable_until_step=is_stable)
@@ -193,57 +224,6 @@ class ShardedTrainState(TrainState):
     def sync_loaded_parameters(self) -> None:
         """Update the compute parameters from the master weights."""
         self._engine.finish_write()
-
-
-class PlainTrainState(TrainState):
-    """The training states of an unsharded model."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__(optimizers)
-        self._parameters = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._optimizers = optimizers
-        if any(id(parameter) not in self._names for group in self._groups for parameter in group["params"]):
-            raise CheckpointError(
-                "the optimizer has parameters that are not in this model: pass the model it was created for"
-            )
-
-    def parameters(self) -> dict[str, LocalTensor]:
-        return {name: LocalTensor.from_full_tensor(name, parameter) for name, parameter in self._parameters.items()}
-
-    def optimizer_states(self) -> dict[str, LocalTensor]:
-        tensors: dict[str, LocalTensor] = {}
-        for parameter, state in self._states():
-            for key, value in state.items():
-                if is_elementwise(key, value, parameter.shape):
-                    name = f"{self._names[id(parameter)]}/{key}"
-                    tensors[name] = LocalTensor.from_full_tensor(name, value)
-        return tensors
-
-    def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        return {
-            self._names[id(parameter)]: {
-                key: value for key, value in state.items() if not is_elementwise(key, value, parameter.shape)
-            }
-            for parameter, state in self._states()
-            if state
-        }
-
-    def _states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        return (pair for optimizer in self._optimizers for pair in optimizer.state.items())
-
-    def _group_names(self) -> list[list[str]]:
-        return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._groups]
-
-    def allocate_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-        owners = [(optimizer, StateDtypes(optimizer)) for optimizer in self._optimizers for _ in optimizer.param_groups]
-        for group, (optimizer, dtypes) in zip(self._groups, owners, strict=True):
-            for parameter in group["params"]:
-                for key, value in states.get(self._names[id(parameter)], {}).items():
-                    found = dtypes.resolve(key, value, parameter, group)
-                    optimizer.state[parameter][key] = allocate_state(key, found, parameter, group)
 
 
 def engine_of_model(model: nn.Module) -> Engine | None:
@@ -269,13 +249,20 @@ def get_train_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         raise CheckpointError(f"this {type(model).__name__} is a part of a sharded model: pass the whole model")
     if sharded:
         raise CheckpointError("the optimizer is sharded but the model is not: pass the model that shard() returned")
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             raise CheckpointError(
                 f"{name!r} is a DTensor, but this {type(model).__name__} is not sharded by zeroshard: pass it to "
                 "shard() with a mesh whose last axis is the tensor axis, then save and load what shard() returns"
             )
-    return PlainTrainState(model, optimizers)
+    known = set(map(id, parameters.values()))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(id(parameter) not in known for group in groups for parameter in group["params"]):
+        raise CheckpointError(
+            "the optimizer has parameters that are not in this model: pass the model it was created for"
+        )
+    return TrainState(optimizers, parameters)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,8 +15,8 @@ import torch
 from zeroshard.checkpoint.block_files import BlockWriter, CheckpointWorkers, FileRecord
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
-from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry
-from zeroshard.checkpoint.retention import SaveLock, finish_save
+from zeroshard.checkpoint.index import HEADER_METADATA, CheckpointIndex, ShardEntry, TensorEntry
+from zeroshard.checkpoint.retention import finish_save, lock_for_save
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.utils.safetensors_files import TensorInfo, build_header
 from zeroshard.utils.version import __version__
@@ -59,7 +59,7 @@ def write_checkpoint(
         def prepare() -> None:
             before_write()
             if group.rank == 0:
-                cleanup.callback(SaveLock(directory).release)
+                cleanup.enter_context(lock_for_save(directory))
             directory.mkdir(parents=True, exist_ok=True)
 
         try:
@@ -111,7 +111,7 @@ class _RankWriter:
     def _write_file(
         self, path: Path, shards: list[tuple[str, int, torch.Tensor, TensorInfo]], written: RankFiles
     ) -> None:
-        header = build_header([info for *_, info in shards], {"format": "pt"})
+        header = build_header([info for *_, info in shards], HEADER_METADATA)
         offset = len(header)
         on_gpu = any(values.is_cuda for _, _, values, _ in shards)
         with BlockWriter(path, self._workers, pinned=on_gpu) as file:
@@ -155,25 +155,23 @@ def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], kee
                     f"the optimizer's scalar states of {name!r} differ between ranks ({scalars[name]} and {value}): a "
                     "checkpoint has one value for all ranks, so they cannot be saved"
                 )
-    _check_written(directory, files, tensors)
-    index_fields = dict(all_parts[0][0].index_fields)
-    if index_fields["optimizer"] is not None:
-        index_fields["optimizer"] = {**index_fields["optimizer"], "scalars": scalars}
+    _check_visible(directory, files)
     index = CheckpointIndex(
         files=files,
         tensors=tensors,
-        world_size=len(all_parts),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zeroshard": __version__, "torch": torch.__version__},
         rank_data=[payload.rank_data for payload, _ in all_parts],
-        **index_fields,
+        **all_parts[0][0].index_fields,
     )
+    if index.optimizer is not None:
+        index.optimizer["scalars"] = scalars
     index.write(directory)
     finish_save(directory, {record.name for record in files}, keep)
 
 
-def _check_written(directory: Path, files: list[FileRecord], tensors: dict[str, TensorEntry]) -> None:
-    """Raise if a file is not visible in full, or elements of a tensor are missing. Sort the shards of each tensor."""
+def _check_visible(directory: Path, files: list[FileRecord]) -> None:
+    """Raise if the first rank does not see all of a file."""
     for record in files:
         path = directory / record.name
         if not path.is_file() or path.stat().st_size != record.nbytes:
@@ -181,11 +179,3 @@ def _check_written(directory: Path, files: list[FileRecord], tensors: dict[str, 
                 f"{path} was written by another rank, but the first rank does not see all of it: save into a "
                 "directory on storage that all ranks share"
             )
-    for fqn, entry in tensors.items():
-        entry.shards.sort(key=lambda shard: shard.start)
-        end = 0
-        for shard in entry.shards:
-            if shard.start == end:
-                end += shard.numel
-        if end != entry.numel:
-            raise CheckpointError(f"no rank has written {fqn} from element {end} of {entry.numel} on")

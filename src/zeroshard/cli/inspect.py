@@ -61,7 +61,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "path": str(reader.path.absolute()),
         "written": index.written,
         "versions": index.versions,
-        "ranks": index.world_size,
+        "ranks": len(index.rank_data),
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
         "tensor": index.sharding and index.sharding["tensor_parallel_degree"],  # tensor-parallel degree
@@ -82,7 +82,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "ties": index.tied_names,
         "optimizer": index.optimizer
         and {
-            "class": index.optimizer["class"],
+            "class": " + ".join(dict.fromkeys(group["class"] for group in index.optimizer["param_groups"])),
             "groups": [
                 {"parameters": len(group["param_names"]), **_to_plain_json(group["options"])}
                 for group in index.optimizer["param_groups"]
