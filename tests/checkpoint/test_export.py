@@ -429,7 +429,7 @@ def test_verify_reads_everything(copied: Path, capsys: pytest.CaptureFixture[str
     assert told.err == "".join(f"zeroshard inspect: {damaged}\n" for damaged in damages)
     first.unlink()
     assert main(["inspect", str(copied), "--verify"]) == 1
-    assert f"{first.name} cannot be read" in capsys.readouterr().err
+    assert f"{first.name} is missing" in capsys.readouterr().err
 
 
 def test_anything_but_a_checkpoint_is_reported_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
