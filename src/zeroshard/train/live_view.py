@@ -22,12 +22,11 @@ from zeroshard.train.run_view import (
     RunProgress,
     RunView,
     align_labels,
-    escape_control_chars,
     format_clock,
     format_metric,
     format_percent,
 )
-from zeroshard.utils.format import format_bytes, format_count
+from zeroshard.utils.format import escape_control_chars, format_bytes, format_count
 
 REFRESHES_PER_SECOND = 4  # a redraw takes about 3 ms of Python time
 WIDE_LAYOUT_COLUMNS = 116  # from this width on, memory is shown to the right of the metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from io import StringIO
 from typing import Self, TextIO
 
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.utils.format import format_bytes, format_count
+from zeroshard.utils.format import escape_control_chars, format_bytes, format_count
 
 SPARKLINE_STEPS = 240  # losses in the sparkline
 ETA_WINDOW_STEPS = 50  # steps used to estimate the remaining time
@@ -183,11 +182,6 @@ def align_labels(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the pairs with labels padded to equal width."""
     width = max((len(label) for label, _ in lines), default=0)
     return [(f"{label:<{width}}  ", value) for label, value in lines]
-
-
-def escape_control_chars(text: str) -> str:
-    """Escape control characters, which could move the cursor or clear the screen."""
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: ascii(match[0])[1:-1], text)
 
 
 def format_metric(value: float, digits: int = 3) -> str:

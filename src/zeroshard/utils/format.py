@@ -1,6 +1,8 @@
-"""Short human-readable numbers."""
+"""Short human-readable numbers, and text that is safe to print."""
 
 from __future__ import annotations
+
+import re
 
 
 def format_bytes(nbytes: float) -> str:
@@ -27,3 +29,12 @@ def format_count(value: float) -> str:
             return f"{value:#.3g}".rstrip(".") + unit if unit else f"{value:.3g}"
         value /= 1000
     return f"{value:,.2f}T"
+
+
+def escape_control_chars(text: str) -> str:
+    """Escape control characters, except line feeds: they could move the cursor, clear the screen or set its title.
+
+    >>> print(escape_control_chars("red " + chr(27) + "[31m"))
+    red \\x1b[31m
+    """
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: ascii(match[0])[1:-1], text)
