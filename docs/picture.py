@@ -22,17 +22,21 @@ def main() -> None:
     shares = [step.communication for step in steps if step.communication is not None]
     last = StepMetrics(**{**vars(steps[-1]), "communication": shares[-1]})
     evaluation = next(line for line in reversed(lines) if "validation_loss" in line)
-    held = {kind: record["memory"][0][kind]["peak"] for kind, plain in record["plain"].items() if plain}
+    held = {
+        kind: record["memory_by_rank"][0][kind]["peak_bytes"]
+        for kind, plain in record["ddp_state_bytes"].items()
+        if plain
+    }
     save_live_view_svg(
         [*steps[:-1], last],
         path=target,
         header=[
             ("model", f"{record['model']['description']}, {record['model']['parameters']:,} parameters"),
-            ("ranks", f"{record['ranks']} on {record['versions']['device']} over {record['backend']}"),
+            ("ranks", f"{record['ranks']} on {record['device']} over {record['backend']}"),
             ("ZeRO", f"stage {record['stage']}, {record['precision']}"),
         ],
         held_bytes=held,
-        ddp_bytes={kind: plain for kind, plain in record["plain"].items() if plain},
+        ddp_bytes={kind: plain for kind, plain in record["ddp_state_bytes"].items() if plain},
         evaluation=(evaluation["step"], evaluation["validation_loss"]),
     )
 

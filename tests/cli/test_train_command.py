@@ -29,7 +29,7 @@ import torch.distributed as dist
 import transformers
 from ranks import RanksFailed, run_processes
 from safetensors.torch import load_file
-from test_train_page import CHARTS, Dom, chromium, console_of, in_browser
+from test_train_page import CHARTS, Dom
 
 from zeroshard.checkpoint import CheckpointReader
 from zeroshard.cli.main import main
@@ -205,42 +205,34 @@ def test_a_run_leaves_everything_there_is_to_use(whole: tuple[Path, subprocess.C
     assert sorted(held_out(out)) == [0, 20, 40]
     found = record(out)
     assert found["outcome"] == "finished"
-    assert [set(rank) >= {"parameters", "optimizer states", "total"} for rank in found["memory"]] == [True, True]
-    assert found["timeline"]["kinds"]["gathered"] and [name for name, _ in found["timeline"]["phases"]] == [
-        "forward",
-        "backward",
-        "step",
+    assert [set(rank) >= {"parameters", "optimizer states", "total"} for rank in found["memory_by_rank"]] == [
+        True,
+        True,
     ]
+    over_step = found["memory_over_step"]
+    assert any(moment["bytes_by_kind"].get("gathered") for moment in over_step["moments"])
+    assert [phase["name"] for phase in over_step["phases"]] == ["forward", "backward", "step"]
     assert found["samples"][0]["text"]
     assert [path.name for path in complete_checkpoints(out / "checkpoints")] == ["step-000030", "step-000040"]
-    assert (out / "report.html").stat().st_size > 100_000
+    assert 50_000 < (out / "report.html").stat().st_size < 400_000
 
 
 def test_memory_and_traffic_are_as_promised(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = whole
     found = record(out)
-    for kind, plain in found["plain"].items():
-        for rank in found["memory"]:
-            held = rank[kind]["peak"] if kind == "gradients" else rank[kind]["now"] if plain else 0
+    for kind, plain in found["ddp_state_bytes"].items():
+        for rank in found["memory_by_rank"]:
+            held = rank[kind]["peak_bytes"] if kind == "gradients" else rank[kind]["now_bytes"] if plain else 0
             assert held == pytest.approx(plain / 2, rel=0.02)  # alignment of a model this small
-    moved = sum(traffic["bytes"] for traffic in found["traffic"].values())
-    assert found["paper_traffic"]["formula"] == "3Ψ"
-    assert moved == pytest.approx(found["paper_traffic"]["bytes"], rel=0.02)
-    assert moved == pytest.approx(sum(found["predicted_traffic"]["step"].values()), rel=0.002)  # with the alignment
+    moved = sum(traffic["bytes"] for traffic in found["collectives_per_step"].values())
+    assert moved == pytest.approx(3 * 4 * found["model"]["parameters"], rel=0.02)  # the ZeRO paper's 3Ψ
+    assert moved == pytest.approx(sum(found["needed_bytes_per_step"].values()), rel=0.002)  # with the alignment
 
 
-@pytest.mark.browser
-@in_browser
-def test_the_report_of_the_run_is_drawn_whole_and_offline(
-    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_the_report_of_the_run_is_whole(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = whole
-    command = chromium(out / "report.html", tmp_path / "profile", "virtual-time-budget=5000", "dump-dom")
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=True)
-    assert list(console_of(done.stderr.splitlines())) == []
-    page = Dom(done.stdout)
-    assert {tag["id"] for tag in page.tags("div") if "js-plotly-plot" in tag.get("class", "").split()} == CHARTS
-    assert "3Ψ" in page.text() and "was not recorded" not in page.text()
+    assert "Not recorded" not in Dom((out / "report.html").read_text(encoding="utf-8")).text()
+    assert {path.stem for path in (out / "charts").iterdir()} == CHARTS
 
 
 def test_the_trained_model_is_used_without_ranks(
@@ -275,7 +267,7 @@ def test_profile_writes_traces_of_the_chosen_steps_and_says_which(tmp_path: Path
     out, never = tmp_path / "run", 1000
     small = [*SMALL, *SHORT_TEXT, "--eval-every", "0", "--sample-tokens", "0", "--out", str(out)]
     first = run_processes(2, shown, [*small, "--profile", "--steps", "5", "--accumulate", "2"], never)
-    assert "steps 4 to 5: the run ends before step 6" in first[0]
+    assert re.search(r"^profile +steps 4 to 5$", first[0], re.M)
     assert f"profile of steps 4 to 5: open {out}/traces/step-000004-rank*.json.gz in" in first[0]
     assert profiled(out) == {f"step-000004-rank{rank}.json.gz": (["4", "5"], 4) for rank in range(2)}
     assert record(out)["timeline"]["phases"]  # the memory of the third step, as without --profile
@@ -538,8 +530,10 @@ BRIEF = [*SHORT_TEXT, *"--batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 
 def test_a_hugging_face_model_is_trained_from_its_directory_and_saved_as_it_came(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     pytest.importorskip("tensorboard")
-    run_processes(2, trained, [*BRIEF, "--model", str(llama), "--out", str(out), "--steps", "4", "--tensorboard"])
-    assert list((out / "tensorboard").glob("events*"))
+    run_processes(
+        2, trained, [*BRIEF, "--model", str(llama), "--out", str(out), "--steps", "4", "--tracker", "tensorboard"]
+    )
+    assert len(list((out / "tensorboard").glob("events*"))) == 1  # of rank 0
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out / "model", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
     kept, before = kept_weights(out / "checkpoints/step-000004"), load_file(llama / "model.safetensors")

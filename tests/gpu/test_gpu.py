@@ -399,7 +399,7 @@ def test_the_main_job_runs_on_the_gpu_in_bf16_and_resumes(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         assert "over nccl" in done.stdout and "bf16" in done.stdout
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["outcome"] == "finished" and record["timeline"]["allocated"]
+    assert record["outcome"] == "finished" and record["memory_over_step"]["moments"][0]["allocated_bytes"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines if "loss" in line)
 

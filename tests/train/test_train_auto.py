@@ -314,7 +314,7 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
 
     def body(rank: int) -> tuple[TrainOptions, str, dict[str, str], dict[str, Any]]:
         job = prepare_training(options, RankInfo(rank, 4, torch.device("cpu"), "gloo"))
-        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.facts.settings
+        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.options
 
     found = run_threads(4, body)
     assert all(one == found[0] for one in found)

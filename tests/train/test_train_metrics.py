@@ -1,7 +1,6 @@
 """The figures of a step, their file, and what they are measured against."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ def records(path: Path) -> list[dict[str, object]]:
 
 
 def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "run" / "metrics.jsonl") as file:
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
         file.write(figures(1, communication=0.25))
-        assert records(tmp_path / "run" / "metrics.jsonl") == [
+        assert records(tmp_path / "metrics.jsonl") == [
             {
                 "step": 1,
                 "loss": 5.0,
@@ -42,11 +41,11 @@ def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
             }
         ]
         file.write_evaluation(1, 5.5)
-        assert records(tmp_path / "run" / "metrics.jsonl")[1:] == [{"step": 1, "validation_loss": 5.5}]
+        assert records(tmp_path / "metrics.jsonl")[1:] == [{"step": 1, "validation_loss": 5.5}]
 
 
 def test_figures_that_are_not_finite_are_strict_json_and_differ_from_unmeasured(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
         file.write(figures(1, float("nan"), grad_norm=float("inf"), mfu=None))
         file.write_evaluation(1, float("-inf"))
     step, evaluation = records(tmp_path / "metrics.jsonl")
@@ -56,14 +55,14 @@ def test_figures_that_are_not_finite_are_strict_json_and_differ_from_unmeasured(
 
 def test_a_resumed_run_drops_the_cut_line_and_the_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file:
+    with MetricsFile(path, 0) as file:
         for step in range(1, 6):
             file.write(figures(step))
             if step % 2 == 0:
                 file.write_evaluation(step, 6.0)
     with path.open("a") as cut:
         cut.write('{"step": 6, "lo')
-    with MetricsFile(path, resume_step=3) as file:
+    with MetricsFile(path, start_step=3) as file:
         file.write(figures(4, loss=4.0))
     kept = records(path)
     assert [(r["step"], r.get("loss", r.get("validation_loss"))) for r in kept] == [
@@ -81,56 +80,17 @@ def test_a_last_line_cut_anywhere_leaves_whole_lines(tmp_path: Path, cut: int) -
     path = tmp_path / "metrics.jsonl"
     last = '{"step": 2, "validation_loss": 6.0}'
     path.write_text('{"step": 1, "validation_loss": 7.0}\n' + last[:cut])
-    MetricsFile(path, resume_step=2).close()
+    MetricsFile(path, start_step=2).close()
     assert [r["step"] for r in records(path)] == ([1, 2] if cut == len(last) else [1])  # only the newline was cut
 
 
-def test_a_line_that_zeroshard_did_not_write_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("my diary\nof today\n")
-    with pytest.raises(ValueError, match=r"line 1 of .*jsonl is not a JSON object with a step \(got b'my diary'\)"):
-        MetricsFile(path, resume_step=3)
-    assert path.read_text() == "my diary\nof today\n"
-
-
-def test_a_new_run_never_mixes_with_an_old_one_unless_it_starts_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file:
+    with MetricsFile(path, 0) as file:
+        file.write_evaluation(0, 7.0)
         file.write(figures(1))
-    with pytest.raises(FileExistsError, match="already has metrics"):
-        MetricsFile(path)
-    assert len(records(path)) == 1
-    MetricsFile(path, resume_step=0).close()
+    MetricsFile(path, 0).close()
     assert records(path) == []
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = tmp_path / "events"
-    with MetricsFile(tmp_path / "metrics.jsonl", tensorboard=events) as file:
-        for step in range(1, 5):
-            file.write(figures(step, loss=float(step), grad_norm=None))
-    with MetricsFile(tmp_path / "metrics.jsonl", tensorboard=events, resume_step=2) as file:
-        file.write(figures(3, loss=30.0, mfu=0.5))
-        file.write_evaluation(3, 31.0)
-    read = accumulator.EventAccumulator(str(events))
-    read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("loss/training")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert [(e.step, e.value) for e in read.Scalars("loss/held-out")] == [(3, 31.0)]
-    assert [e.value for e in read.Scalars("speed/MFU")] == [0.5]
-    assert [e.step for e in read.Scalars("optimizer/gradient norm")] == [3]  # None is no point
-    assert read.Scalars("optimizer/learning rate")[0].value == pytest.approx(1e-3)
-
-
-def test_tensorboard_missing_says_what_to_install_and_touches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install 'zeroshard\[tensorboard\]'"):
-        MetricsFile(tmp_path / "metrics.jsonl", tensorboard=tmp_path / "events")
-    assert list(tmp_path.iterdir()) == []
-    MetricsFile(tmp_path / "metrics.jsonl").close()  # who does not ask needs no TensorBoard
 
 
 def test_flops_of_a_token_by_hand() -> None:

@@ -47,7 +47,6 @@ from zeroshard.train.rank import (
     report_failure,
 )
 from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
-from zeroshard.train.run_record import paper_traffic
 from zeroshard.train.trainer import evaluate, learning_rate
 
 # ------------------------------------------------------------------------------------------------ batches and rates
@@ -384,25 +383,6 @@ def test_samples_repeat_with_their_seed_keep_to_the_context_and_leave_the_genera
     assert first.shape == (1, 15) and torch.equal(first[:, :3], prompt)
     assert max(lengths) == 4
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "frozen", "accumulate", "formula", "elements"),
-    [
-        (0, 2, 0, 1, "2Ψ", 200),
-        (1, 2, 0, 4, "2Ψ", 200),
-        (2, 2, 0, 1, "2Ψ", 200),
-        (2, 2, 0, 4, "Ψ × 4 + Ψ", 500),
-        (3, 2, 0, 1, "3Ψ", 300),
-        (3, 2, 0, 4, "3Ψ × 4", 1200),
-        (3, 2, 900, 1, "2Ψ + Ψ trained", 2100),
-        (1, 2, 900, 1, "2Ψ trained", 200),
-        (3, 1, 0, 1, "2Ψ", 0),
-    ],
-)
-def test_the_papers_volume(stage, ranks, frozen, accumulate, formula, elements) -> None:
-    found = paper_traffic(stage, ranks, trained=100, frozen=frozen, itemsize=2, accumulate=accumulate)
-    assert found == {"formula": formula, "bytes": 2 * elements}
 
 
 def test_one_run_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command `zeroshard report`: regenerate the HTML report of a run from its files."""
+"""The command `zeroshard report`: write the report of a run again from its files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Annotated
 
 import tyro
 
+from zeroshard.utils.format import escape_control_chars
+
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write the HTML report of a run, finished or still running."""
+    """Write report.html and charts/*.svg of a run, finished or still running."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """directory of the run"""
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         print(write_html_report(options.run))
-    except (OSError, ValueError, ImportError) as error:
-        print(f"zeroshard report: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"zeroshard report: {escape_control_chars(str(error))}", file=sys.stderr)
         return 1
     return 0

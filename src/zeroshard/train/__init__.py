@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zeroshard.train.models.huggingface import open_model
     from zeroshard.train.models.language_model import find_output_layers
     from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
-    from zeroshard.train.report.html_report import write_html_report
+    from zeroshard.train.report import write_html_report
 
 __all__ = [
     "ERROR_DIR_ENV",
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy_names(
         "generation": "generate_text",
         "models.huggingface": "open_model",
         "models.language_model": "find_output_layers",
-        "report.html_report": "write_html_report",
+        "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",
         "rank": "ERROR_DIR_ENV read_errors report_failure",
     },

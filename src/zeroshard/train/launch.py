@@ -37,9 +37,10 @@ from zeroshard.train.rank import (
     report_failure,
 )
 from zeroshard.train.run_directory import RunDirectory
+from zeroshard.train.trackers import check_trackers
 from zeroshard.utils.lazy_import import uncollected_imports
 
-REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
+REQUIRED_PACKAGES = ("numpy", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
 POLL_SECONDS = 0.1  # between two polls of the ranks
 LOOPBACK = "127.0.0.1"
@@ -108,8 +109,7 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
-    if options.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("--tensorboard needs tensorboard: pip install 'zeroshard[tensorboard]'")
+    check_trackers(options.run.tracker)
     if options.sharding.device == "cuda":
         default_ranks("cuda")  # raises without a GPU
     options.batching(ranks)

@@ -7,30 +7,17 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.train.trackers import Tracker
 from zeroshard.utils.atomic_file import write_atomic
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-_TENSORBOARD_TAGS = {  # field of StepMetrics → tag in TensorBoard
-    "loss": "loss/training",
-    "validation_loss": "loss/held-out",
-    "lr": "optimizer/learning rate",
-    "grad_norm": "optimizer/gradient norm",
-    "tokens_per_s": "speed/tokens per second",
-    "communication": "speed/share of time in communication",
-    "tflops": "speed/TFLOPS per device",
-    "mfu": "speed/MFU",
-}
 
 
 @dataclass(frozen=True)
@@ -63,54 +50,47 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Writes a run's metrics to `metrics.jsonl`, one JSON object per step; optionally also as TensorBoard events.
+    """Writes a run's metrics to `metrics.jsonl`, one JSON object per step, and to trackers.
 
     A line has the fields of `StepMetrics`; an evaluation has its own line, {"step": …, "validation_loss": …}. JSON has
     no NaN: values that are not finite are written as the strings "nan", "inf" and "-inf", which `float()` reads. null
     means that a value was not measured.
 
-    Each line is written in one system call, so a crash truncates at most the last line. To resume a run, pass
-    `resume_step`, the step of the checkpoint (0 to start over): a truncated last line and all lines of later steps are
-    dropped, in a new file that then replaces the old one. Without it, a file that already has lines is an error.
+    Each line is written in one system call, so a crash truncates at most the last line. What a resumed run has recorded
+    after `start_step`, the step of its checkpoint, is dropped, in a new file that then replaces the old one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> with MetricsFile(path) as file:
+    >>> with MetricsFile(path, start_step=0) as file:
     ...     file.write_evaluation(20, 5.901)
     ...     file.write_evaluation(40, float("nan"))
     >>> print(path.read_text(), end="")
     {"step": 20, "validation_loss": 5.901}
     {"step": 40, "validation_loss": "nan"}
-    >>> MetricsFile(path, resume_step=20).close()
-    >>> print(path.read_text(), end="")
-    {"step": 20, "validation_loss": 5.901}
+    >>> MetricsFile(path, start_step=20).close()
+    >>> read_metrics(path)
+    [{'step': 20, 'validation_loss': 5.901}]
     """
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None, resume_step: int | None = None) -> None:
-        path = Path(path)
-        writer = None if tensorboard is None else _import_writer()  # may fail: before the file is changed
-        if resume_step is not None and path.exists():
-            _truncate_after(path, resume_step)
-        elif path.exists() and path.stat().st_size:
-            raise FileExistsError(f"{path} already has metrics: resume that run, or start in a new directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, start_step: int, trackers: Sequence[Tracker] = ()) -> None:
+        kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= start_step > 0]
+        write_atomic(path, "".join(kept).encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
-        purge_step = None if resume_step is None else resume_step + 1  # TensorBoard hides earlier events from here on
-        self._tensorboard = None if writer is None else writer(str(tensorboard), purge_step=purge_step)
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Append the metrics of a step."""
-        self._append(asdict(metrics))
+        self._append(**asdict(metrics))
 
     def write_evaluation(self, step: int, validation_loss: float) -> None:
         """Append the validation loss after `step` steps."""
-        self._append({"step": step, "validation_loss": validation_loss})
+        self._append(step=step, validation_loss=validation_loss)
 
     def close(self) -> None:
-        """Close the file and the TensorBoard writer."""
+        """Close the file and finish the trackers."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -118,49 +98,26 @@ class MetricsFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, record: dict[str, Any]) -> None:
-        strict = {key: _strict_json_value(value) for key, value in record.items()}
-        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+    def _append(self, step: int, **values: float | None) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        strict = {name: value if math.isfinite(value) else str(value) for name, value in known.items()}
+        self._file.write(json.dumps({"step": step, **values, **strict}, allow_nan=False) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            for key, tag in _TENSORBOARD_TAGS.items():
-                if record.get(key) is not None:
-                    self._tensorboard.add_scalar(tag, record[key], record["step"])
+        for tracker in self._trackers:
+            tracker.log(known, step=step)
 
 
-def _strict_json_value(value: float | None) -> float | str | None:
-    """Return a value as strict JSON can represent it."""
-    if value is None or isinstance(value, int):
-        return value
-    number = float(value)  # also converts a tensor with one element
-    return number if math.isfinite(number) else str(number)
-
-
-def _truncate_after(path: Path, step: int) -> None:
-    """Drop a truncated last line and the lines of later steps."""
-    lines = path.read_bytes().splitlines()
-    kept = []
-    for number, line in enumerate(lines, start=1):
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of `metrics.jsonl`, without those that a crash has cut. No file means no lines."""
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            is_later = json.loads(line)["step"] > step
-        except (ValueError, TypeError, KeyError):  # ValueError: truncated, or not even text
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"line {number} of {path} is not a JSON object with a step (got {line[:80]!r}): remove the line, or "
-                "move the file away"
-            ) from None
-        if not is_later:
-            kept.append(line + b"\n")
-    write_atomic(path, b"".join(kept))
-
-
-def _import_writer() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(f"TensorBoard is not installed ({error}): pip install 'zeroshard[tensorboard]'") from error
-    return SummaryWriter
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+    return entries
 
 
 # ------------------------------------------------------------------------------------------ reduced over the ranks
@@ -266,17 +223,14 @@ def count_matmul_params(model: nn.Module) -> tuple[int, int]:
     >>> count_matmul_params(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)))
     (800, 0)
     """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    used_elsewhere = {
-        id(parameter)
+    counted = {
+        parameter
         for module in model.modules()
-        if not isinstance(module, nn.Embedding)
+        if not isinstance(module, nn.Embedding)  # a table that is tied to the head is also the head's
         for parameter in module.parameters(recurse=False)
     }
-    # a table that is tied to the head is used in a matrix product
-    counted = [p for p in model.parameters() if id(p) not in tables or id(p) in used_elsewhere]
-    trained = sum(p.numel() for p in counted if p.requires_grad)
-    return trained, sum(p.numel() for p in counted) - trained
+    trained = sum(parameter.numel() for parameter in counted if parameter.requires_grad)
+    return trained, sum(parameter.numel() for parameter in counted) - trained
 
 
 def flops_per_token(trained: int, frozen: int, layers: int, width: int, sequence: int) -> float:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zeroshard.config.offload import Offload, parse_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
+from zeroshard.train.trackers import TrackerName
 
 if TYPE_CHECKING:
     import torch
@@ -309,8 +310,8 @@ class RunOptions:
     """steps between log lines if the output is not a terminal"""
     plain: bool = False
     """print log lines instead of the live view"""
-    tensorboard: bool = False
-    """also write TensorBoard events"""
+    tracker: tuple[TrackerName, ...] = ()
+    """also log the metrics to tensorboard, wandb or trackio, or several of them"""
     profile: bool = False
     """run torch's profiler in some steps: each rank writes a Chrome trace into the run directory"""
     profile_steps: tuple[int, int] = DEFAULT_PROFILE_STEPS

@@ -29,11 +29,12 @@ from zeroshard.train.metrics import (
 )
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.rank import StopRequest
-from zeroshard.train.report.html_report import write_html_report
+from zeroshard.train.report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
-from zeroshard.train.run_record import max_state_bytes, memory_by_kind, memory_timeline
+from zeroshard.train.run_record import memory_by_kind, memory_timeline, state_bytes
 from zeroshard.train.run_view import RunView
 from zeroshard.train.summary import footer_lines, header_lines, open_view, resume_command
+from zeroshard.train.trackers import start_tracker
 from zeroshard.train.training_setup import TrainingSetup
 
 # steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
@@ -208,7 +209,7 @@ class Trainer:
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
-        self._peak_flops = peak_flops(setup.record.facts.device, setup.precision)
+        self._peak_flops = peak_flops(setup.record.device, setup.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
@@ -228,11 +229,12 @@ class Trainer:
                 plain=run_options.plain,
                 log_every=run_options.log_every,
             )
-            events = self.setup.directory.path / "tensorboard" if run_options.tensorboard else None
-            self._metrics_file = MetricsFile(
-                self.setup.directory.metrics_path, tensorboard=events, resume_step=self.start_step
-            )
-            self.setup.directory.write_record(self.record.as_dict())
+            record = self.record.as_dict()
+            self.setup.directory.write_record(record)
+            trackers = [
+                start_tracker(name, record, self.setup.directory.path, self.start_step) for name in run_options.tracker
+            ]
+            self._metrics_file = MetricsFile(self.setup.directory.metrics_path, self.start_step, trackers)
         with self.view, self._metrics_file or nullcontext():
             self.view.show_header(header_lines(self.setup, self.start_step))
             try:
@@ -288,7 +290,7 @@ class Trainer:
         if is_profiled:
             self._wait_fractions[step + 1] = profile.waited / profile.seconds
         if is_steady:
-            self.record.timeline = memory_timeline(profile)
+            self.record.memory_over_step = memory_timeline(profile)
         self._stats_reducer.start_reduce(step + 1, loss, norm, self.stop_request.signal is not None)
         self.steps_done += 1
         self._end_traced_step()
@@ -351,8 +353,8 @@ class Trainer:
         memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
         dist.all_gather_object(memory, memory_by_kind(report))
         self.record.set_step(memory, report)
-        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.facts.plain.items() if nbytes}
-        self.view.show_memory(max_state_bytes(memory), ddp_bytes)
+        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.ddp_state_bytes.items() if nbytes}
+        self.view.show_memory(state_bytes(memory[0]), ddp_bytes)
 
     # -- evaluation and checkpoints -----------------------------------------------------------------------------
 
@@ -423,6 +425,6 @@ class Trainer:
         try:
             self.setup.directory.write_record(self.record.as_dict())
             report_path = write_html_report(self.setup.directory.path)
-        except (OSError, ImportError) as error:
+        except (OSError, ValueError) as error:
             self.view.show_message(f"cannot write the report: {error}. Run `zeroshard report` later.")
         self.view.show_footer(footer_lines(self.setup, self.steps_done, report_path))

@@ -112,7 +112,7 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
 
     validation_loader = make_loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
     train_loader = make_loader(corpus.train, batching.batch)
-    record = RunRecord(describe_run(options, rank_info, language_model, precision))
+    record = describe_run(options, rank_info, language_model, precision)
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
     if rank_info.device.type == "cpu" and (precision in ("bf16", "fp8") or options.training.optimizer == "muon"):
