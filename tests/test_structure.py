@@ -74,12 +74,12 @@ METHODS = {
 # A folder imports only from those before it.
 FOLDERS = (
     "utils config models presets comm sharding memory tensor_parallel float8 engine optim activations checkpoint api "
-    "page planner auto train cli integrations __main__"
+    "planner auto train cli integrations __main__"
 ).split()
 # Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
 # the command line reads its options before it imports torch.)
 FACES = (
-    "activations checkpoint comm engine float8 memory models optim page planner planner.auto planner.scaling sharding "
+    "activations checkpoint comm engine float8 memory models optim planner planner.auto planner.scaling sharding "
     "tensor_parallel train"
 ).split()
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more

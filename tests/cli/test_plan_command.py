@@ -10,13 +10,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import zeroshard
 from zeroshard import planner
-from zeroshard.cli.common import HTML_REQUIREMENTS
 from zeroshard.cli.main import main
 from zeroshard.cli.open_model import open_model
 from zeroshard.cli.plan_text import (
@@ -406,7 +406,7 @@ def test_a_presets_shape_may_be_changed() -> None:
             "no plan can use --offload host here: use",
         ),
         ("tiny --json nowhere/plan.json", "cannot write nowhere/plan.json: nowhere is not a directory"),
-        ("tiny --html nowhere/plan.html", "cannot write nowhere/plan.html"),
+        ("tiny --svg nowhere/plan.svg", "cannot write nowhere/plan.svg"),
         ("tiny --json .", "cannot write .: it is a directory: pass the name of a file"),
         ("tiny --json OWN.py/plan.json", "OWN.py/plan.json: OWN.py is not a directory"),
         ("", "the following argument is required: MODEL"),
@@ -425,7 +425,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise AssertionError("work was done first")
 
 
-@pytest.mark.parametrize("flag", ["--json", "--html"])
+@pytest.mark.parametrize("flag", ["--json", "--svg"])
 def test_targets_are_looked_at_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
@@ -444,16 +444,13 @@ def test_targets_are_looked_at_before_any_work(
         assert said.out == "" and f"cannot write {tmp_path / name}: {words}" in said.err
 
 
-@pytest.mark.parametrize("missing", [["plotly"], ["jinja2"], ["plotly", "jinja2"]])
-def test_what_a_page_needs_is_named_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: list[str]
-) -> None:
-    monkeypatch.setattr("zeroshard.cli.open_model.open_model", fail)
-    here = set(HTML_REQUIREMENTS) - set(missing)
-    monkeypatch.setattr("zeroshard.cli.common.find_spec", lambda name: object() if name in here else None)
-    assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
-    said = capsys.readouterr().err
-    assert f"--html needs {' and '.join(missing)}: pip install 'zeroshard[train]'" in said
+def test_a_picture_shows_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.svg"
+    assert run("tiny", "--devices", "4", "--machine", "h100", "--offload", "none", "--svg", str(path)) == 0
+    assert f"picture: {path}" in capsys.readouterr().out
+    text = " ".join(ElementTree.fromstring(path.read_text(encoding="utf-8")).itertext())
+    for words in ("Memory of a device", "optimizer states", "memory of a device, 85.00 GB", "computing", ", chosen"):
+        assert words in text
 
 
 @pytest.mark.slow(seconds=10)

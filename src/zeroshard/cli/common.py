@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 STDOUT = "-"  # value of --json for standard output
-HTML_REQUIREMENTS = ("plotly", "jinja2")  # packages needed to write a page
 
 
 def positive_int(text: str) -> int:
@@ -41,20 +39,17 @@ def make_echo(stream: TextIO) -> Callable[[str], None]:
     return echo
 
 
-def check_output_files(*, json: str | None = None, html: str | None = None) -> None:
-    """Raise for files that cannot be written and for missing packages, before any work is done.
+def check_output_files(*, json: str | None = None, svg: str | None = None) -> None:
+    """Raise for files that cannot be written, before any work is done.
 
     >>> check_output_files(json="nowhere/plan.json")
     Traceback (most recent call last):
     ValueError: cannot write nowhere/plan.json: nowhere is not a directory
     """
-    for target in (None if json == STDOUT else json, html):
+    for target in (None if json == STDOUT else json, svg):
         reason = None if target is None else _write_error(Path(target))
         if reason is not None:
             raise ValueError(f"cannot write {target or repr(target)}: {reason}")
-    missing = [name for name in HTML_REQUIREMENTS if html is not None and find_spec(name) is None]
-    if missing:
-        raise ImportError(f"--html needs {' and '.join(missing)}: pip install 'zeroshard[train]'")
 
 
 def _write_error(path: Path) -> str | None:

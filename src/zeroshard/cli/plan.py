@@ -1,6 +1,6 @@
 """The command `zeroshard plan`: predict memory and time of training a model, and choose options that fit.
 
-It needs only torch, except for the HTML page.
+It needs only torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"without MODEL, --calibrate only measures this machine: leave out {', '.join(flags)}")
     echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
-        check_output_files(json=options.json, html=options.html)
+        check_output_files(json=options.json, svg=options.svg)
         if options.calibrate:
             _calibrate(echo)
             options.machine = options.machine or "here"
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("output")
     group.add_argument("--all", action="store_true", help="show all rows, not only the most informative ones")
     group.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
-    group.add_argument("--html", metavar="FILE", help="write a page with charts: one file that opens offline")
+    group.add_argument("--svg", metavar="FILE", help="draw memory by kind and time by part")
     return parser
 
 
@@ -177,11 +177,11 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
             echo(f"\nwhole parameters, {len(loads.elements)} owners: the fullest has {loads.describe()}")
         for label, text in usage:
             echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
-    if options.html is not None:
-        from zeroshard.cli.plan_page import write_page
+    if options.svg is not None:
+        from zeroshard.cli.plan_charts import draw_plans
 
-        page = write_page(Path(options.html), plans, model=opened.description, tokens=tokens, usage=usage)
-        echo(f"\npage: {page}")
+        Path(options.svg).write_text(draw_plans(plans), encoding="utf-8")
+        echo(f"\npicture: {options.svg}")
     return 0 if plans.best is not None else 1
 
 
