@@ -10,8 +10,8 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.evidence import BASE, CONTROL, COUNTED, FEWER_BYTES, RESULTS
-from benchmarks.harness.chart import Panel, Points, draw_chart
 from benchmarks.harness.record import cell
+from zeroshard.utils.chart import NUMBERED_COLORS, Chart, Line, Points, as_svg, line_chart
 
 PAGE = "docs/evidence.md"
 FOLDER = "docs/evidence"  # of the charts
@@ -50,7 +50,7 @@ def draw_charts(root: Path) -> dict[str, str]:
     for name, draw in CHARTS.items():
         record = read_section(root, name)
         if record is not None:
-            drawn[f"{FOLDER}/{name}.svg"] = draw_chart(draw(record["results"]))
+            drawn[f"{FOLDER}/{name}.svg"] = as_svg(draw(record["results"]), columns=2)
     return drawn
 
 
@@ -175,43 +175,52 @@ def _thin(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -
     return [(begin + 1, reduce(values[begin : begin + size])) for begin in range(0, len(values), size)]
 
 
-def _draw_curves(results: Sequence[Record]) -> list[Panel]:
+def _draw(title: str, x: str, lines: Mapping[str, Points]) -> Chart:
+    """Return a chart of lines; one that is covered by others shows at its edges."""
+    drawn = []
+    for number, (name, points) in enumerate(lines.items()):
+        finite = [point for point in points if all(map(math.isfinite, point))]
+        color = NUMBERED_COLORS[number % len(NUMBERED_COLORS)]
+        drawn.append(Line(name, finite or [(0.0, 0.0)], color, width=1.5 + 0.8 * (len(lines) - 1 - number)))
+    return line_chart(title, drawn, x_title=x)
+
+
+def _draw_curves(results: Sequence[Record]) -> list[Chart]:
     losses = {each["variant"]: each["losses"] for each in results if "losses" in each}
     curves = {name: _thin(values, fmean) for name, values in losses.items()}
     first, _ = _compared_with(results)
     base = losses.get(first, [])
-    apart = {name: _thin(differences(values, base), max) for name, values in losses.items() if name != first and base}
-    return [
-        Panel("Loss", "step", "loss, mean of both ranks", curves),
-        Panel(f"Difference from {first}", "step", "difference of the loss; at the bottom: none", apart, is_log=True),
-    ]
+    apart = {name: _thin(differences(values, base), max) for name, values in losses.items() if base}
+    floor = min((y for line in apart.values() for _, y in line if y > 0), default=1.0)
+    powers = {name: [(x, math.log10(max(y, floor))) for x, y in line] for name, line in apart.items()}
+    title = f"Difference from {first}'s loss, as a power of ten"
+    return [_draw("Loss, mean of both ranks", "step", curves), _draw(title, "step", powers)]
 
 
-def _draw_kills(results: Sequence[Record]) -> list[Panel]:
+def _draw_kills(results: Sequence[Record]) -> list[Chart]:
     lines: dict[str, Points] = {}
     for backend in ("gloo", "nccl"):
         seconds = sorted(each["seconds"] for each in results if each["backend"] == backend and each.get("seconds"))
         if seconds:
             shares = [(value, 100 * (index + 1) / len(seconds)) for index, value in enumerate(seconds)]
             lines[backend] = [(0.0, 0.0), *shares]
-    return [Panel("Kills after which the other rank has an error", "seconds after the kill", "%", lines)]
+    return [_draw("Kills after which the other rank has an error, in %", "seconds after the kill", lines)]
 
 
-def _draw_endurance(results: Sequence[Record]) -> list[Panel]:
+def _draw_endurance(results: Sequence[Record]) -> list[Chart]:
     kinds = [each for each in results if "samples" in each]
-    shown = {"reserved": "Device memory", "resident": "Host memory", "files": "Open files", "threads": "Threads"}
     panels = []
-    for key, title in shown.items():
+    for key in ("reserved", "resident", "files", "threads"):
         lines = {
             f"{each['kind']}, rank {rank}": [(sample["step"], sample[key]) for sample in samples]
             for each in kinds
             for rank, samples in enumerate(each["samples"])
         }
-        panels.append(Panel(title, "step", COUNTED[key], lines))
+        panels.append(_draw(COUNTED[key], "step", lines))
     return panels
 
 
-CHARTS: dict[str, Callable[[Sequence[Record]], list[Panel]]] = {
+CHARTS: dict[str, Callable[[Sequence[Record]], list[Chart]]] = {
     "curves": _draw_curves,
     "fewer_bytes": _draw_curves,
     "kills": _draw_kills,
