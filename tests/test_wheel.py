@@ -38,7 +38,7 @@ def test_the_wheel_is_complete_and_runs_without_the_repository(tmp_path: Path) -
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/zeroshard").rglob("*") if path.is_file()}
     assert {name for name in sources if "__pycache__" not in name} <= packed  # text, kernels and templates too
-    assert {Path(name).suffix for name in packed} >= {".c", ".j2", ".xz"}
+    assert {Path(name).suffix for name in packed} >= {".c", ".html", ".xz"}
     assert not [name for name in packed if not name.startswith("zeroshard")]
     with tarfile.open(sdist) as archive:
         archived = {name.partition("/")[2] for name in archive.getnames()}
@@ -58,7 +58,7 @@ def test_the_wheel_is_complete_and_runs_without_the_repository(tmp_path: Path) -
     assert "zeroshard 0." in run(command, "--version", cwd=tmp_path)
     small = "--layers 1 --width 32 --heads 2 --sequence 16 --vocabulary 300 --sample-tokens 4 --device cpu --ranks 1"
     run(command, "train", "--plain", "--steps", "2", *small.split(), cwd=tmp_path)
-    assert (tmp_path / "runs").is_dir() and next((tmp_path / "runs").glob("*/report.html")).stat().st_size > 5e4
+    assert (tmp_path / "runs").is_dir() and next((tmp_path / "runs").glob("*/report.html")).stat().st_size > 2e4
     picture = tmp_path / "plan.svg"
     assert "stage" in run(
         command, "plan", "tiny", "--devices", "8", "--machine", "a100", "--svg", picture, cwd=tmp_path

@@ -270,7 +270,7 @@ def test_profile_writes_traces_of_the_chosen_steps_and_says_which(tmp_path: Path
     assert re.search(r"^profile +steps 4 to 5$", first[0], re.M)
     assert f"profile of steps 4 to 5: open {out}/traces/step-000004-rank*.json.gz in" in first[0]
     assert profiled(out) == {f"step-000004-rank{rank}.json.gz": (["4", "5"], 4) for rank in range(2)}
-    assert record(out)["timeline"]["phases"]  # the memory of the third step, as without --profile
+    assert record(out)["memory_over_step"]["phases"]  # the memory of the third step, as without --profile
 
     resumed = ["--out", str(out), "--resume", "--steps"]
     assert "\nprofile" not in run_processes(2, shown, [*resumed, "6"], never)[0]  # it is no option of the run

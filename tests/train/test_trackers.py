@@ -10,10 +10,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from zeroshard.cli.train import main
+from zeroshard.train.flags import read_options
 from zeroshard.train.metrics import MetricsFile, StepMetrics
+from zeroshard.train.options import TrainingError
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.trackers import start_tracker
+from zeroshard.train.training_setup import prepare_training
 
 RECORD = {"name": "tiny", "id": "0123456789abcdef", "options": {"lr": 0.1}}
 
@@ -84,4 +89,7 @@ def test_a_missing_package_is_said_before_anything_is_done(
     monkeypatch.setattr("zeroshard.train.trackers.find_spec", lambda package: None)
     assert main(["--out", str(tmp_path / "run"), "--device", "cpu", "--tracker", name]) == 1
     assert f"--tracker {name}: not installed, run pip install {name}, or omit" in capsys.readouterr().err
+    options = read_options(["--out", str(tmp_path / "run"), "--device", "cpu", "--tracker", name])
+    with pytest.raises(TrainingError, match="not installed"):
+        prepare_training(options, RankInfo(0, 1, torch.device("cpu"), "gloo"))  # as a rank that torchrun has started
     assert not (tmp_path / "run").exists()

@@ -34,6 +34,7 @@ from zeroshard.train.options import Batching, StepOptions, TrainingError, TrainO
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
 from zeroshard.train.run_record import RunRecord, describe_run
+from zeroshard.train.trackers import check_trackers
 
 # options that say where a run is stored or what is printed of it, not what it trains
 UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run", "profile", "profile_steps")
@@ -94,6 +95,7 @@ def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
 
 def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
     options.batching(rank_info.world_size)  # raises before the model is built
+    check_trackers(options.run.tracker)  # as the launcher does: torchrun starts ranks without it
     language_model = open_language_model(options.model, options.data)
     check_tensor_parallel(options, language_model.module)
     rank_info = replace(rank_info, tp_size=options.sharding.tensor)
