@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -138,14 +139,18 @@ class CheckpointGroup:
         with self._explain_errors():
             return all_gather_object(value, self.process_group, _OPERATION, checker)
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks on the first rank, and nothing on the others."""
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the JSON objects of all ranks on the first rank, and nothing on the others."""
         if self.process_group is None:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.all_gather(data.numel())
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
         with self._explain_errors():
-            dist.gather_object(value, values, group=self.process_group, group_dst=0)
-        return values or []
+            dist.gather(padded, parts, group=self.process_group, group_dst=0)
+        return [json.loads(bytes(part[:length].numpy())) for part, length in zip(parts or [], lengths, strict=False)]
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's value."""

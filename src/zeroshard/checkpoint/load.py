@@ -145,7 +145,8 @@ def _open_source(
     if isinstance(path, Mapping):
         return checkpoint_group.run_on_all(error_prefix, lambda: LoadSource.from_state_dict(path, rename))
     # broadcast: `latest` may change between ranks
-    source_path = checkpoint_group.broadcast(checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path))))
+    found = checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path)))
+    source_path = Path(checkpoint_group.broadcast(os.fspath(found)))
     return checkpoint_group.run_on_all(
         error_prefix, lambda: LoadSource.open(source_path, rename, checkpoint_group.rank, checkpoint_group.size)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,20 @@ def write_checkpoint(
             written = group.run_on_all("", lambda: writer.write(payload.tensors, f"{group.rank:05d}-{token}"))
             # ranks with a shard describe a tensor; the first rank also describes empty parameters
             described = {
-                fqn: replace(local, shards=[])
+                fqn: TensorEntry(local.shape, local.dtype, local.element_order, written.shards.get(fqn, [])).to_json()
                 for fqn, local in payload.tensors.items()
                 if local.shards or not local.numel or group.rank == 0  # one without elements may be on one rank only
             }
-            all_parts = group.gather((replace(payload, tensors=described), written))
-            group.run_on_all("", lambda: _commit(directory, all_parts, keep) if group.rank == 0 else None)
+            part = {
+                "tensors": described,
+                "files": [asdict(record) for record in written.files],
+                "scalars": payload.optimizer_scalars,
+                "rank_data": payload.rank_data,
+            }
+            all_parts = group.gather(part)
+            group.run_on_all(
+                "", lambda: _commit(directory, payload.index_fields, all_parts, keep) if group.rank == 0 else None
+            )
         except CheckpointError as error:
             writer.remove_files()
             raise CheckpointError(f"the save of {directory} failed: {error}") from error
@@ -138,18 +146,20 @@ class _RankWriter:
                     path.unlink()
 
 
-def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], keep: int | None) -> None:
+def _commit(
+    directory: Path, index_fields: dict[str, Any], all_parts: list[dict[str, Any]], keep: int | None
+) -> None:
     """Write the index on the first rank after all ranks have written: see [Note: atomic commit of a checkpoint]."""
     files: list[FileRecord] = []
     tensors: dict[str, TensorEntry] = {}
     scalars: dict[str, Any] = {}
-    for payload, written in all_parts:
-        for fqn, local in payload.tensors.items():
-            entry = tensors.setdefault(fqn, TensorEntry(local.shape, local.dtype, local.element_order))
-            shards = written.shards.get(fqn, [])
-            entry.shards += [replace(shard, file_number=len(files) + shard.file_number) for shard in shards]
-        files += written.files
-        for name, value in payload.optimizer_scalars.items():
+    for part in all_parts:
+        for fqn, described in part["tensors"].items():
+            local = TensorEntry.from_json(fqn, described)
+            entry = tensors.setdefault(fqn, replace(local, shards=[]))
+            entry.shards += [replace(shard, file_number=len(files) + shard.file_number) for shard in local.shards]
+        files += [FileRecord(record["name"], record["nbytes"], tuple(record["sums"])) for record in part["files"]]
+        for name, value in part["scalars"].items():
             if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
                 raise CheckpointError(
                     f"the optimizer's scalar states of {name!r} differ between ranks ({scalars[name]} and {value}): a "
@@ -161,8 +171,8 @@ def _commit(directory: Path, all_parts: list[tuple[RankPayload, RankFiles]], kee
         tensors=tensors,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zeroshard": __version__, "torch": torch.__version__},
-        rank_data=[payload.rank_data for payload, _ in all_parts],
-        **all_parts[0][0].index_fields,
+        rank_data=[part["rank_data"] for part in all_parts],
+        **index_fields,
     )
     if index.optimizer is not None:
         index.optimizer["scalars"] = scalars

@@ -14,9 +14,9 @@ another order.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
-import pickle
 import time
 import weakref
 from collections import deque
@@ -568,19 +568,22 @@ def all_gather_sync(output: torch.Tensor, part: torch.Tensor, axis: MeshAxis) ->
 def all_gather_object(
     value: Any, group: dist.ProcessGroup | None, what: str, consistency: ConsistencyChecker | None
 ) -> list[Any]:
-    """Return the small picklable value of every rank of a group, like ``dist.all_gather_object``.
+    """Return the small value of every rank of a group: tensors, dtypes, numbers and strings, also in containers.
 
     With ``consistency``, a rank that dies, exits or deviates meanwhile causes an error that names it instead of a hang.
+    Over gloo, what arrives is data: another program that reaches a rank's port can run no code in it.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     size = dist.get_world_size(group)
     with consistency.explain_errors(what) if consistency is not None else nullcontext():
-        if consistency is None or group_backend(group, torch.device("cpu")) != "gloo":
+        if group_backend(group, torch.device("cpu")) != "gloo":
             values: list[Any] = [None] * size
             dist.all_gather_object(values, value, group=group)
             return values
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        file = io.BytesIO()
+        torch.save(value, file)
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         lengths = torch.empty(size, dtype=torch.int64, device="cpu")
         length = torch.tensor([data.numel()], device="cpu")
         _wait_monitored(_all_gather(lengths, length, group=group, async_op=True), what, consistency)
@@ -590,11 +593,13 @@ def all_gather_object(
         padded[: data.numel()] = data
         _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
     parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)
-    return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
+    return [torch.load(io.BytesIO(part[:length].numpy().tobytes()), weights_only=True) for part, length in parts]
 
 
-def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker) -> None:
-    _MonitoredWork(work, what, consistency, WaitTimer(on_stream=False)).wait()
+def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker | None) -> None:
+    if consistency is not None:
+        work = _MonitoredWork(work, what, consistency, WaitTimer(on_stream=False))
+    work.wait()
 
 
 class CollectiveOrder:
