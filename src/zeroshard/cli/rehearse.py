@@ -149,7 +149,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
     """Start the ranks, wait until they have ended, and compare what they have recorded."""
     import torch
 
-    from zeroshard.train import ERROR_DIR_ENV, local_ranks
+    from zeroshard.train import ERROR_DIR_ENV, local_ranks, local_store, store_environment
 
     gpus = torch.cuda.device_count()
     outcome = RehearsalOutcome(f"{'-m ' if options.module else ''}{options.script}", options.ranks, gpus)
@@ -166,7 +166,8 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
         (directory / "settings.json").write_text(json.dumps(settings))
         kind = "module" if options.module else "script"
         command = [sys.executable, "-c", RANK_PROGRAM, name, kind, options.script, *options.arguments]
-        environment = {ERROR_DIR_ENV: name, "PYTHONUNBUFFERED": "1"}
+        store = local_store()  # of the script's own init_process_group()
+        environment = {ERROR_DIR_ENV: name, "PYTHONUNBUFFERED": "1", **store_environment(store)}
         with local_ranks(options.ranks, command, environment) as (processes, signals):
             ending = _wait(processes, signals, directory, deadline)
         if signals:

@@ -5,67 +5,85 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import tyro
 
-from zeroshard.train.options import AutoOption, ConfigurationName, TrainOptions
+from zeroshard.train.options import AutoOption, TrainOptions
 
 AUTO_OPTIONS: tuple[AutoOption, ...] = get_args(AutoOption)
-EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # option that --auto can choose → flags that set it explicitly
+EXPLICIT_OPTIONS: dict[AutoOption, set[str]] = {  # option that --auto can choose → options that set it explicitly
     "stage": {"stage", "configuration"},
-    "offload": {"offload", "offload-fraction", "offload-parameters"},
-    "recompute": {"recompute", "offload-activations", "configuration"},
-    "micro-batch": {"micro-batch", "accumulate"},
+    "offload": {"offload", "offload_fraction", "offload_parameters"},
+    "recompute": {"recompute", "offload_activations", "configuration"},
+    "micro-batch": {"micro_batch", "accumulate"},
 }
 
 
+@dataclass
+class _Source:
+    """The options that one source sets: a file, an earlier run, or the command line."""
+
+    values: dict[str, Any]
+    auto: set[AutoOption] | None
+    """What ``--auto`` leaves to the planner; None: ``--auto`` is not given."""
+    auto_values: set[AutoOption]
+    """What ``--stage auto`` and the like leave to it."""
+
+    @classmethod
+    def parse(cls, flags: Sequence[str], name: str = "") -> _Source:
+        """Parse flags; tyro prints what is wrong with one, and ends the program with status 2."""
+        program = f"zeroshard train (options of {name})" if name else "zeroshard train"
+        flags, auto_values = _split_auto_flags(flags)
+        parsed = tyro.cli(TrainOptions, args=flags, prog=program, config=(tyro.conf.OmitArgPrefixes,))
+        words = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+        given = words | {word.removeprefix("no_") for word in words}
+        values = {option: value for option, value in parsed.to_flat_dict().items() if option in given}
+        if "auto" not in values:
+            return cls(values, None, auto_values)
+        explicit, names = _explicit(values), set(values.pop("auto"))
+        if explicit & names:
+            both = " and ".join(sorted(explicit & names))
+            raise ValueError(f"{both} is set explicitly and in --auto{f' ({name})' if name else ''}: omit one of them")
+        return cls(values, names or set(AUTO_OPTIONS) - explicit, auto_values)
+
+    def apply(self, options: TrainOptions) -> TrainOptions:
+        """Return a copy of ``options`` with those of this source: its configuration first, then single options."""
+        auto = set(options.sharding.auto) - _explicit(self.values) if self.auto is None else self.auto
+        configuration = self.values.get("configuration")
+        if configuration is not None:
+            options = options.with_configuration(configuration)
+        names = auto | self.auto_values
+        return options.with_values(self.values).with_auto(tuple(name for name in AUTO_OPTIONS if name in names))
+
+
 def read_options(argv: Sequence[str]) -> TrainOptions:
-    """Parse a command line into options; errors are printed and end the program with status 2.
+    """Read the options of a command line, and of the file and the run that it names. Raise if they do not fit.
 
     >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
     4
     """
-    layers = [(list(argv), "")]
-    options = _merge_layers(layers)
-    if options.run.config is not None:
-        layers.insert(0, (_to_flags(_read_options_file(Path(options.run.config))), options.run.config))
-        options = _merge_layers(layers)
-    if options.run.resume:
-        saved = _saved_options(options)
-        if saved is not None:
-            options = _merge_layers([(_to_flags(saved), "the run's config.json"), *layers])
-    try:
-        options.check()
-    except ValueError as error:
-        raise SystemExit(f"zeroshard train: {error}") from error
-    planning_flags = [f"--{name}" for name in ("memory", "machine") if getattr(options.sharding, name) is not None]
-    planning_flags += ["--allow-lossy"] if options.sharding.allow_lossy else []
-    if planning_flags and not options.sharding.auto:
-        raise SystemExit(f"zeroshard train: {' and '.join(planning_flags)} can only be used with --auto")
-    return options
-
-
-def _merge_layers(layers: Sequence[tuple[list[str], str]]) -> TrainOptions:
-    """Merge options from several sources; a later one overrides an earlier one."""
+    sources = [_Source.parse(argv)]
+    config = sources[0].values.get("config")
+    if config is not None:
+        sources.insert(0, _Source.parse(_to_flags(_read_options_file(Path(config))), config))
+    given = {name: value for source in sources for name, value in source.values.items()}
+    if given.get("resume"):
+        saved = _saved_options(given.get("out"))
+        if saved:
+            sources.insert(0, _Source.parse(_to_flags(saved), "the run's config.json"))
     options = TrainOptions()
-    for flags, source in layers:
-        options = _apply_layer(options, flags, source)
+    for source in sources:
+        options = source.apply(options)
+    options.check()
     return options
 
 
-def _apply_layer(base: TrainOptions, flags: Sequence[str], source: str) -> TrainOptions:
-    """Apply the flags of one source to ``base``: its configuration overrides base, its other flags override both."""
-    flags, auto_values = _split_auto_flags(flags)
-    options = _parse(flags, _set_configuration(base, None), source)
-    configuration = options.sharding.configuration
-    if configuration is None:
-        options = _set_configuration(options, base.sharding.configuration)
-    else:
-        options = _parse(flags, base.with_configuration(configuration), source)
-    return options.with_auto(_auto_names(options.sharding.auto, auto_values, flags, source))
+def _explicit(values: Mapping[str, Any]) -> set[AutoOption]:
+    """Return the options that --auto could choose and ``values`` set."""
+    return {name for name in AUTO_OPTIONS if values.keys() & EXPLICIT_OPTIONS[name]}
 
 
 def _split_auto_flags(flags: Sequence[str]) -> tuple[list[str], set[AutoOption]]:
@@ -89,51 +107,27 @@ def _split_auto_flags(flags: Sequence[str]) -> tuple[list[str], set[AutoOption]]
     return other_flags, auto_names
 
 
-def _auto_names(
-    auto_flag_values: tuple[AutoOption, ...], auto_values: set[AutoOption], flags: Sequence[str], source: str
-) -> tuple[AutoOption, ...]:
-    """Return the options left to the planner by one source; ``auto_flag_values`` are the names after --auto."""
-    names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
-    names |= {name.removeprefix("no-") for name in names}
-    explicit = {name for name in AUTO_OPTIONS if names & EXPLICIT_FLAGS[name]}
-    if "auto" in names and not auto_flag_values:
-        auto_names = set(AUTO_OPTIONS) - explicit
-    elif "auto" in names and explicit & set(auto_flag_values):
-        both = " and ".join(sorted(explicit & set(auto_flag_values)))
-        where = f" (options of {source})" if source else ""
-        raise SystemExit(f"zeroshard train{where}: {both} is set explicitly and in --auto: omit one of them")
-    else:
-        auto_names = set(auto_flag_values) - explicit
-    return tuple(name for name in AUTO_OPTIONS if name in auto_names | auto_values)
-
-
-def _set_configuration(options: TrainOptions, configuration: ConfigurationName | None) -> TrainOptions:
-    return replace(options, sharding=replace(options.sharding, configuration=configuration))
-
-
-def _saved_options(options: TrainOptions) -> dict[str, Any] | None:
-    """Return the options of the run to resume; None if it would be a new run."""
+def _saved_options(out: str | None) -> dict[str, Any]:
+    """Return the options of the run to resume, with its directory; empty if it would be a new run."""
     from zeroshard.train.run_directory import RunDirectory, newest_run  # imports torch, which `--help` does not need
 
-    path = Path(options.run.out) if options.run.out is not None else newest_run(Path("runs"))
+    path = Path(out) if out is not None else newest_run(Path("runs"))
     if path is None:
-        raise SystemExit("zeroshard train: there is no run under runs/ to resume: pass its directory as --out")
+        raise ValueError("there is no run under runs/ to resume: pass its directory as --out")
     run = RunDirectory(path)
-    return {**run.read_config(), "out": str(path)} if run.has_run() else None
+    return {**run.read_config(), "out": str(path)} if run.has_run() else {}
 
 
 def _read_options_file(path: Path) -> dict[str, Any]:
     """Read a TOML or JSON file of options."""
+    is_json = path.suffix == ".json"
     try:
         text = path.read_text()
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise SystemExit(f"zeroshard train: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise SystemExit(f"zeroshard train: {path} is not {kind}: {error}") from error
+        values = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise SystemExit(f"zeroshard train: {path} must be a flat table of options, such as `stage = 3`")
+        raise ValueError(f"{path} must be a flat table of options, such as `stage = 3`")
     return values
 
 
@@ -151,8 +145,3 @@ def _to_flags(values: Mapping[str, Any]) -> list[str]:
         else:
             flags.append(f"{flag}={value}")  # also works for values that begin with a dash
     return flags
-
-
-def _parse(flags: Sequence[str], default: TrainOptions, source: str = "") -> TrainOptions:
-    prog = f"zeroshard train (options of {source})" if source else "zeroshard train"
-    return tyro.cli(TrainOptions, args=list(flags), default=default, prog=prog, config=(tyro.conf.OmitArgPrefixes,))

@@ -1,13 +1,19 @@
 """run_training: run one rank if a launcher started this process; otherwise start the ranks on this machine.
 
-The ranks of one machine need no other machine, so everything here listens only on loopback.
+[Note: who reaches the ranks of one machine]
+The launcher's directory, mode 0700, has the options, the store (a file) in which ranks find each other, and the reports
+of failed ranks. gloo and NCCL listen on loopback, which every user of the machine reaches, and gloo asks for no
+password. So ranks unpickle nothing: whoever connects in place of a rank can end the run or change numbers, but no code
+of theirs runs in it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,19 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
-from zeroshard.train.options import TrainingError, TrainOptions
+from zeroshard.train.options import TrainingError, TrainOptions, describe_bug
 from zeroshard.train.rank import (
     ERROR_DIR_ENV,
-    ERROR_GRACE_SECONDS,
     STOP_SIGNALS,
     RankInfo,
     StopRequest,
@@ -41,54 +46,74 @@ from zeroshard.train.trackers import check_trackers
 from zeroshard.utils.lazy_import import uncollected_imports
 
 REQUIRED_PACKAGES = ("numpy", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
+OPTIONS_FILE = "options.json"
+FAILURE_GRACE_SECONDS = 8  # for the other ranks to notice that one has failed, and why
+ERROR_GRACE_SECONDS = 3  # after a second stop signal
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
 POLL_SECONDS = 0.1  # between two polls of the ranks
 LOOPBACK = "127.0.0.1"
 
 
-def run_training(options: TrainOptions, argv: Sequence[str]) -> int:
-    """Train as the options say and return the exit status. ``argv`` is the command line for the ranks to start."""
-    try:
-        environment = launcher_environment(os.environ)
-        if environment is None:
-            ranks = options.sharding.ranks or default_ranks(options.sharding.device)
-        else:
-            ranks = int(environment["WORLD_SIZE"])
-        if options.run.dry_run:
-            from zeroshard.train.summary import dry_run
+def run_training(options: TrainOptions) -> int:
+    """Train as the options say and return the exit status; raise if options, files or the machine do not allow it."""
+    environment = launcher_environment(os.environ)
+    if environment is None:
+        ranks = options.sharding.ranks or default_ranks(options.sharding.device)
+    else:
+        ranks = int(environment["WORLD_SIZE"])
+    if options.run.dry_run:
+        from zeroshard.train.summary import dry_run
 
-            if environment is None or environment["RANK"] == "0":
-                print(dry_run(options, ranks))
-            return 0
-        if environment is not None:
-            _run_rank(options, int(environment["RANK"]))
-        check_options(options, ranks)
-        return launch(ranks, argv)
-    except (TrainingError, ValueError, OSError, ImportError) as error:
-        print(f"zeroshard train: {error}", file=sys.stderr)
-        return 1
+        if environment is None or environment["RANK"] == "0":
+            print(dry_run(options, ranks))
+        return 0
+    if environment is not None:
+        os.environ.update(environment)
+        _run_rank(options)
+    check_options(options, ranks)
+    return launch(options, ranks)
 
 
-def _run_rank(options: TrainOptions, rank: int) -> NoReturn:
+def run_local_rank(directory: Path) -> NoReturn:
+    """Run one of the ranks that :func:`launch` has started, with the options in its directory; exit the process."""
+    threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True).start()
+    options = TrainOptions().with_values(json.loads((directory / OPTIONS_FILE).read_text()))
+    _run_rank(options, FileStore(os.fspath(directory / "store"), int(os.environ["WORLD_SIZE"])))
+
+
+def _end_with_launcher(directory: Path) -> None:
+    """Kill this rank and its children when the launcher is gone: it holds the other end of their standard input."""
+    while os.read(0, 1):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run_rank(options: TrainOptions, store: FileStore | None = None) -> NoReturn:
     """Run one rank and exit the process, with status 128 + the signal number if a signal stopped the run.
 
     A rank that fails exits immediately, so that the others do not wait for it.
     """
-    with uncollected_imports():
-        import_module("torch._dynamo")  # the first optimizer imports it in any case
-        from zeroshard.train.trainer import Trainer  # the launcher does not need the imports of a rank
-        from zeroshard.train.training_setup import prepare_training
-
     stop_request = StopRequest()
+    run_path: Path | None = None
     try:
-        rank_info = RankInfo.init(options.sharding.device, options.sharding.timeout)
-        trainer = Trainer(prepare_training(options, rank_info), stop_request)
+        with uncollected_imports():
+            import_module("torch._dynamo")  # the first optimizer imports it in any case
+            from zeroshard.train.trainer import Trainer  # the launcher does not need the imports of a rank
+            from zeroshard.train.training_setup import prepare_training
+
+        rank_info = RankInfo.init(options.sharding.device, options.sharding.timeout, store)
+        setup = prepare_training(options, rank_info)
+        run_path = setup.directory.path
+        trainer = Trainer(setup, stop_request)
         trainer.run()
-        trainer.setup.directory.unlock()
+        setup.directory.unlock()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        report_failure(error, rank)
+        rank = int(os.environ["RANK"])
+        is_explained = isinstance(error, TrainingError)
+        report_failure(error, rank, str(error) if is_explained else f"rank {rank}: {describe_bug(error, run_path)}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -120,16 +145,22 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             raise FileNotFoundError(f"data file or directory {path} does not exist")
 
 
-def launch(ranks: int, argv: Sequence[str]) -> int:
-    """Run `zeroshard train` in ``ranks`` processes on this machine, and return the exit status."""
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as error_dir:
-        command = [sys.executable, "-m", "zeroshard", "train", *argv]
-        with local_ranks(ranks, command, {ERROR_DIR_ENV: error_dir}) as (processes, received_signals):
+def launch(options: TrainOptions, ranks: int) -> int:
+    """Train in ``ranks`` processes on this machine, and return the exit status.
+
+    They find each other, and the options, in a directory that only this user can read: no port lets another one in.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as name:
+        (Path(name) / OPTIONS_FILE).write_text(json.dumps(options.to_flat_dict()))
+        command = [sys.executable, "-m", "zeroshard.train", name]
+        with local_ranks(ranks, command, {ERROR_DIR_ENV: name}) as (processes, received_signals):
             failed = _wait_ranks(processes, received_signals)
-        if failed or (received_signals and any(not report["is_peer_lost"] for report in read_errors(Path(error_dir)))):
-            print("zeroshard train: " + describe_first_failure(Path(error_dir), failed), file=sys.stderr)
+        if received_signals and all(report["is_peer_lost"] for report in read_errors(Path(name))):
+            return 128 + received_signals[0]
+        if failed:
+            print("zeroshard train: " + describe_first_failure(Path(name), failed), file=sys.stderr)
             return 1
-        return 128 + received_signals[0] if received_signals else 0
+    return min((process.returncode for process in processes if process.returncode), default=0)
 
 
 @contextmanager
@@ -138,18 +169,22 @@ def local_ranks(
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
     """Start ``command`` once per rank, with torchrun's variables; kill what is left of the ranks at the end.
 
-    Yields the processes, and a list of the stop signals that this process receives meanwhile.
+    Yields the processes, and a list of the stop signals that this process receives meanwhile. The standard input of a
+    rank ends when this process does. ``environment`` says where the ranks meet.
     """
-    store = local_store()
-    shared = {**os.environ, **_local_environment(ranks, store.port), **environment}
+    shared = {**os.environ, **_local_environment(ranks), **environment}
     processes: list[subprocess.Popen[bytes]] = []
     received_signals: list[int] = []
-    with _collect_signals(received_signals):
+    with _collect_signals(received_signals), ExitStack() as pipes:
         try:
             for rank in range(ranks):
                 rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
                 # in a new session: the launcher forwards Ctrl-C once, and the terminal does not send it too
-                processes.append(subprocess.Popen(command, env={**shared, **rank_environment}, start_new_session=True))
+                process = subprocess.Popen(
+                    command, env={**shared, **rank_environment}, stdin=subprocess.PIPE, start_new_session=True
+                )
+                processes.append(process)
+                pipes.enter_context(cast("IO[bytes]", process.stdin))
             yield processes, received_signals
         finally:
             for process in processes:
@@ -159,10 +194,10 @@ def local_ranks(
 
 
 def local_store() -> TCPStore:
-    """Return a store for the ranks of this machine that listens only on loopback.
+    """Return a store for programs on this machine that need one at an address; it listens only on loopback.
 
     torch's own store listens on every interface, whatever its address, and has no authentication. So the socket is
-    bound here. The store lives in the launcher, so it outlives a rank that dies.
+    bound here. Other users of this machine can reach it.
 
     >>> store = local_store()
     >>> store.set("key", "value")
@@ -177,16 +212,14 @@ def local_store() -> TCPStore:
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def _local_environment(ranks: int, port: int) -> dict[str, str]:
+def store_environment(store: TCPStore) -> dict[str, str]:
+    """Return the variables by which ``init_process_group()`` finds a store that exists already."""
+    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _local_environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment without rank numbers. The user's thread and interface settings take precedence."""
-    required = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store exists: no rank opens one
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    required = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
     defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:  # the interface on which gloo and NCCL listen for other ranks
@@ -213,44 +246,38 @@ def _collect_signals(received_signals: list[int]) -> Iterator[None]:
 def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: list[int]) -> dict[int, int]:
     """Wait until all ranks have ended; return the exit statuses of those that failed first, by rank.
 
-    Signals are forwarded to the ranks. When a rank fails, the others get SIGTERM. In both cases the remaining ranks are
-    killed after a grace period, which is shorter after a second signal.
+    Signals are forwarded to the ranks. After a signal, or when a rank has failed, the others have some time to end by
+    themselves: to save, or to report what they know of the failure.
     """
     failed: dict[int, int] = {}
     deadline, forwarded = math.inf, 0
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
-        if len(received_signals) > forwarded:
-            is_first = forwarded == 0 and len(received_signals) == 1
-            deadline = now + (_shutdown_grace_seconds() if is_first else ERROR_GRACE_SECONDS)
-            for number in received_signals[forwarded:]:
-                for process in processes:
-                    _send_signal(process, number)
-            forwarded = len(received_signals)
-        elif not failed and not received_signals:
+        for number in received_signals[forwarded:]:
+            forwarded += 1
+            deadline = now + (_shutdown_grace_seconds() if forwarded == 1 else ERROR_GRACE_SECONDS)
+            _send_signal(processes, number)
+        if not failed:
             failed = _failed_ranks(processes)
-            if failed:
-                deadline = now + _shutdown_grace_seconds()
-                for process in processes:
-                    _send_signal(process, signal.SIGTERM)
+            deadline = min(deadline, now + FAILURE_GRACE_SECONDS) if failed else deadline
         if now > deadline:
-            for process in processes:
-                _send_signal(process, signal.SIGKILL)
+            _send_signal(processes, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-    return failed or (_failed_ranks(processes) if not received_signals else {})
+    return failed or _failed_ranks(processes)
 
 
 def _failed_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Return the exit statuses of the ranks that have failed so far."""
+    """Return the exit statuses of the ranks that have failed so far. One that a signal has stopped has not failed."""
     statuses = {rank: process.poll() for rank, process in enumerate(processes)}
-    return {rank: status for rank, status in statuses.items() if status}
+    return {rank: status for rank, status in statuses.items() if status and status - 128 not in STOP_SIGNALS}
 
 
-def _send_signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a rank and its child processes, unless it has ended."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+def _send_signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to the ranks that have not ended, and to their child processes."""
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
 
 def _shutdown_grace_seconds() -> float:
@@ -269,7 +296,7 @@ def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> st
     if own_errors:
         return str(own_errors[0]["message"])
     for rank, status in exit_statuses.items():
-        if status < 0 and status != -signal.SIGTERM:  # the launcher sends SIGTERM to the remaining ranks
+        if status < 0:
             name = signal.Signals(-status).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     if reports:

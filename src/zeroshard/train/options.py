@@ -12,8 +12,10 @@ all sources are read.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,19 @@ WARM_UP_STEPS = 3  # not profiled: they allocate states, learn the order of coll
 MAX_PROFILE_STEPS = 10  # a trace has some ten thousand events per step
 
 
+# numbers without an entry have no limit of their own
+MINIMUM = {
+    **dict.fromkeys(("layers", "heads", "width", "sequence", "lora_rank", "vocabulary"), 1),
+    **dict.fromkeys(("steps", "batch", "micro_batch", "accumulate"), 1),
+    **dict.fromkeys(("ranks", "tensor", "replicas", "local_steps", "eval_sequences", "keep", "log_every"), 1),
+    **dict.fromkeys(("warmup", "weight_decay", "clip", "min_lr", "seed", "outer_momentum"), 0),
+    **dict.fromkeys(("eval_every", "checkpoint_every", "sample_tokens"), 0),
+}
+POSITIVE = ("lora_alpha", "lr", "muon_lr", "outer_lr", "timeout")
+MAX_INT = 2**63 - 1
+MAX_TIMEOUT = 1e9  # seconds, 30 years: longer ones overflow
+
+
 class TrainingError(RuntimeError):
     """A run cannot continue. The message explains everything, so no stack trace is shown."""
 
@@ -43,8 +58,44 @@ class AllRanksError(TrainingError):
     """An error that every rank raises at the same point, so that all ranks can end together."""
 
 
+def describe_bug(error: BaseException, directory: Path | None = None) -> str:
+    """Return an error that nothing explains in one line; its stack trace goes to a file in ``directory``, or in /tmp.
+
+    >>> describe_bug(KeyError("lr"))
+    "KeyError: 'lr'. The stack trace is in /tmp/zeroshard-....txt"
+    """
+    stack = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+    try:
+        descriptor, path = tempfile.mkstemp(".txt", "zeroshard-", directory)
+        with open(descriptor, "w", errors="replace") as file:
+            file.write(stack)
+    except OSError:
+        return f"{summary}\n{stack}"
+    return f"{summary}. The stack trace is in {path}"
+
+
+class OptionGroup:
+    """Options that are shown together. Each value is checked on its own: see [Note: values and combinations]."""
+
+    def __post_init__(self) -> None:
+        """Raise if a text is empty or a number is out of range."""
+        for name, value in vars(self).items():
+            if value == "" or (isinstance(value, tuple) and "" in value):
+                raise ValueError(f"{name} is empty: pass a value, or omit the option")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if name in POSITIVE and not value > 0:
+                raise ValueError(f"{name} must be positive (got {value})")
+            if name in MINIMUM and not value >= MINIMUM[name]:
+                raise ValueError(f"{name} must be at least {MINIMUM[name]} (got {value})")
+            largest = MAX_TIMEOUT if name == "timeout" else MAX_INT if isinstance(value, int) else sys.float_info.max
+            if value > largest:
+                raise ValueError(f"{name} must be at most {largest:g} (got {value:g})")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(OptionGroup):
     """The model to train"""
 
     model: str = "tiny"
@@ -72,16 +123,6 @@ class ModelOptions:
     lora_targets: tuple[str, ...] = ("all-linear",)
     """names of the modules that get adapters"""
 
-    def __post_init__(self) -> None:
-        _check_at_least(1, self, "layers", "heads", "width", "sequence", "lora_rank")
-        _check_positive(self, "lora_alpha")
-
-    def check(self) -> None:
-        """Raise if options do not fit together."""
-        for name in ("lora_rank", "lora_alpha", "lora_targets"):
-            if not self.lora and getattr(self, name) != getattr(ModelOptions, name):
-                raise ValueError(f"{name} can only be used with lora: without it, the whole model is trained")
-
     @property
     def has_activation_checkpointing(self) -> bool:
         """Whether activations are recomputed in backward.
@@ -102,7 +143,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(OptionGroup):
     """The text to train on"""
 
     data: tuple[str, ...] = ()
@@ -117,13 +158,13 @@ class DataOptions:
     """vocabulary size of the model and of a newly trained BPE; None: the preset's"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout must be between 0 and 1 (got {self.holdout:g})")
-        _check_at_least(1, self, "vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions:
+class StepOptions(OptionGroup):
     """Batch, learning rate and optimizer"""
 
     steps: int = 400
@@ -154,24 +195,18 @@ class StepOptions:
     """seed of the weights, the data order, dropout and the samples"""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "steps", "batch", "micro_batch", "accumulate")
-        _check_at_least(0, self, "warmup", "weight_decay", "clip", "min_lr", "seed")
-        _check_positive(self, "lr")
-        if self.muon_lr is not None:
-            _check_positive(self, "muon_lr")
+        super().__post_init__()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1 (got {self.betas})")
 
     def check(self) -> None:
         """Raise if options do not fit together."""
-        if self.muon_lr is not None and self.optimizer != "muon":
-            raise ValueError("muon_lr can only be used with optimizer muon")
         if self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(OptionGroup):
     """How states are partitioned, and where they are stored"""
 
     stage: Stage = 3
@@ -225,15 +260,14 @@ class ShardOptions:
     """seconds until ranks that wait for each other at different points raise an error"""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "ranks", "tensor", "replicas", "local_steps")
-        _check_positive(self, "timeout")
-        parse_bytes("memory", self.memory)
-        if self.outer_lr is not None:
-            _check_positive(self, "outer_lr")
-        _check_at_least(0, self, "outer_momentum")
+        super().__post_init__()
+        if parse_bytes("memory", self.memory) == 0:
+            raise ValueError("memory is a limit for the states and activations of a rank (got 0 bytes)")
 
     def check(self) -> None:
         """Raise if options do not fit together."""
+        if self.offload == "disk" and self.offload_directory is None:
+            raise ValueError("offload disk needs --offload-directory: a directory on a fast local disk")
         Offload.from_option(self.offload_config)
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters requires stage 3 (got stage {self.stage})")
@@ -245,10 +279,6 @@ class ShardOptions:
             raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
         if self.local_steps > 1 and self.partition != "hybrid":
             raise ValueError(f"local_steps needs partition hybrid, whose rows are replicas (got {self.partition})")
-        if self.outer_lr is None and self.outer_momentum != ShardOptions.outer_momentum:
-            raise ValueError("outer_momentum can only be used with outer_lr")
-        if self.outer_lr is not None and self.local_steps == 1:
-            raise ValueError("outer_lr can only be used with local_steps above 1")
 
     @property
     def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
@@ -289,7 +319,7 @@ class ShardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(OptionGroup):
     """Directory, evaluation, checkpoints and output"""
 
     config: str | None = None
@@ -324,21 +354,13 @@ class RunOptions:
     """print the settings of the run and the memory per rank, and exit"""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "eval_sequences", "keep", "log_every")
-        _check_at_least(0, self, "eval_every", "checkpoint_every", "sample_tokens")
+        super().__post_init__()
         first, last = self.profile_steps
         if not WARM_UP_STEPS < first <= last < first + MAX_PROFILE_STEPS:
             raise ValueError(
                 f"profile_steps must be the first step, at least {WARM_UP_STEPS + 1} because earlier ones warm up, and "
                 f"the last, at most {MAX_PROFILE_STEPS - 1} later (got {first} and {last})"
             )
-        if self.prompt == "":
-            raise ValueError("prompt is empty: pass some text, or omit the option")
-
-    def check(self) -> None:
-        """Raise if options do not fit together."""
-        if self.profile_steps != DEFAULT_PROFILE_STEPS and not self.profile:
-            raise ValueError("profile_steps can only be used with profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,19 +379,28 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise if options do not fit together: see [Note: values and combinations]."""
-        self.model.check()
         self.training.check()
         self.sharding.check()
-        self.run.check()
         self._check_effects()
 
     def _check_effects(self) -> None:
         """Raise if an option is set and others leave it without effect."""
-        sharding = self.sharding
+        model, sharding = self.model, self.sharding
+        is_planned = bool(sharding.auto)
         leaves_device = sharding.offload != "device" or "offload" in sharding.auto
         uses_disk = sharding.offload == "disk" or "offload" in sharding.auto
         uses_stage_3 = sharding.stage == 3 or "stage" in sharding.auto
         for group, name, has_effect, why in (
+            (model, "lora_rank", model.lora, "without lora: the whole model is trained"),
+            (model, "lora_alpha", model.lora, "without lora: the whole model is trained"),
+            (model, "lora_targets", model.lora, "without lora: the whole model is trained"),
+            (self.training, "muon_lr", self.training.optimizer == "muon", "without optimizer muon"),
+            (sharding, "outer_lr", sharding.local_steps > 1, "without local_steps above 1"),
+            (sharding, "outer_momentum", sharding.outer_lr is not None, "without outer_lr"),
+            (sharding, "memory", is_planned, "without auto"),
+            (sharding, "machine", is_planned, "without auto"),
+            (sharding, "allow_lossy", is_planned, "without auto"),
+            (self.run, "profile_steps", self.run.profile, "without profile"),
             (self.data, "holdout", not self.data.validation, "with validation, whose data is used as it is"),
             (sharding, "partition", sharding.replicas > 1, "without replicas above 1, the rows of a mesh"),
             (sharding, "offload_fraction", leaves_device, "without offload host or disk"),
@@ -411,6 +442,20 @@ class TrainOptions:
         """
         groups = [getattr(self, group.name) for group in fields(self)]
         return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
+
+    def with_values(self, values: Mapping[str, Any]) -> TrainOptions:
+        """Return a copy with other values of the options named; lists are those of a JSON file.
+
+        >>> TrainOptions().with_values({"stage": 2, "betas": [0.9, 0.99]}).training.betas
+        (0.9, 0.99)
+        """
+        changes = {}
+        for field_ in fields(self):
+            group = getattr(self, field_.name)
+            given = {option.name: values[option.name] for option in fields(group) if option.name in values}
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            changes[field_.name] = replace(group, **given)
+        return replace(self, **changes)
 
     def with_configuration(self, name: ConfigurationName) -> TrainOptions:
         """Return a copy with one of the paper's configurations applied.
@@ -491,16 +536,3 @@ class Batching:
                 "accumulate"
             )
         return cls(batch, micro, accumulate)
-
-
-def _check_at_least(minimum: int, options: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not minimum <= value < math.inf:
-            raise ValueError(f"{name} must be at least {minimum} (got {value})")
-
-
-def _check_positive(options: Any, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"{name} must be positive (got {getattr(options, name)})")

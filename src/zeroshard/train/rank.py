@@ -6,8 +6,8 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from zeroshard.train.options import TrainingError
 
 ERROR_DIR_ENV = "ZEROSHARD_ERROR_DIR"  # environment variable: the directory for error reports of failed ranks
-ERROR_GRACE_SECONDS = 3  # for a rank to write its error report after another rank failed
 PEER_LOST_MESSAGES = ("Connection closed by peer", "remote worker")  # in gloo's errors when another rank has died
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,27 +49,36 @@ class RankInfo:
     tp_size: int = 1
 
     @classmethod
-    def init(cls, device: str, timeout: float) -> RankInfo:
-        """Join the process group that torchrun, srun or another launcher started: NCCL on GPUs, gloo elsewhere."""
-        env = launcher_environment(os.environ)
-        if env is None:
-            raise RuntimeError("RANK and WORLD_SIZE are not set: start it with torchrun, or by `zeroshard train`")
-        os.environ.update(env)
-        local_rank = int(env["LOCAL_RANK"])
+    def init(cls, device: str, timeout: float, store: dist.Store | None = None) -> RankInfo:
+        """Join the ranks that meet in ``store``, or at MASTER_ADDR:MASTER_PORT: over NCCL on GPUs, gloo elsewhere."""
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         count = torch.cuda.device_count() if on_gpu else 0
+        local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, count)))
         # with `srun --gpus-per-task=1` each rank sees only its own GPU
         device_index = 0 if count == 1 and "SLURM_LOCALID" in os.environ else local_rank
         if on_gpu and device_index >= count:
             raise TrainingError(
-                f"rank {env['RANK']} has local rank {local_rank}, but its machine has {count} GPUs: start at most one "
+                f"rank {rank} has local rank {local_rank}, but its machine has {count} GPUs: start at most one "
                 "rank per GPU, or pass --device cpu"
             )
         torch_device = torch.device("cuda", device_index) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(torch_device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
-        return cls(dist.get_rank(), dist.get_world_size(), torch_device, "nccl" if on_gpu else "gloo")
+        if store is None and rank:
+            _wait_for_master(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=timeout),
+                store=store,
+                rank=-1 if store is None else rank,
+                world_size=-1 if store is None else world_size,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise TrainingError(f"rank {rank} cannot join the other {world_size - 1} ranks: {reason}") from error
+        return cls(rank, world_size, torch_device, "nccl" if on_gpu else "gloo")
 
     @property
     def is_rank_zero(self) -> bool:
@@ -97,11 +105,28 @@ class RankInfo:
         return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def _wait_for_master(host: str, port: int, timeout: float) -> None:
+    """Wait until rank 0 listens. torch's own wait ends with a page of messages."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"rank 0 does not answer at {host}:{port} after {timeout:g} s ({error.strerror or error}): check "
+                    "MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
+
+
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return the launcher's settings as torchrun's variables; None if no launcher started this process.
 
-    >>> launcher_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["LOCAL_RANK"]
-    '0'
+    >>> launcher_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["RANK"]
+    '1'
     >>> launcher_environment({}) is None
     True
     """
@@ -110,14 +135,12 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
         missing = [name for name in names if name not in environment]
         if missing:
             raise TrainingError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: set all or none")
-        given = {name: environment[name] for name in names}
-        local = str(int(given["RANK"]) % max(1, torch.cuda.device_count()))
-        return {**given, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: for example a shell
-    if tasks > 1 and "SLURM_PROCID" in environment:
+        given = {name: environment[name] for name in (*names, "LOCAL_RANK") if name in environment}
+    elif environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in environment:
+        # set by srun, not by sbatch; 1: for example a shell
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
         job_step = environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").zfill(2)[-2:]
-        return {
+        given = {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
@@ -125,7 +148,21 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
             # one of 10,000 ports: the same on all ranks of a job step, another one for the next step
             "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job_step) % 10000),
         }
-    return None
+    else:
+        return None
+    _check_launcher_numbers(given)
+    return given
+
+
+def _check_launcher_numbers(environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise TrainingError(f"{name} must be a number (got {value!r}): the program that starts the ranks sets it")
+    rank, world_size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world_size:
+        raise TrainingError(f"RANK must be below WORLD_SIZE, {world_size} (got {rank})")
+    if not 0 < port < 2**16:
+        raise TrainingError(f"MASTER_PORT must be a port, 1 to {2**16 - 1} (got {port})")
 
 
 def first_slurm_host(hosts: str) -> str:
@@ -140,12 +177,12 @@ def first_slurm_host(hosts: str) -> str:
 # -------------------------------------------------------------------------------- signals and failures
 
 
-def report_failure(error: BaseException, rank: int) -> None:
-    """Report what ended this rank: to our own launcher, or to the terminal and torchrun."""
+def report_failure(error: BaseException, rank: int, message: str | None = None) -> None:
+    """Report what ended this rank, to our own launcher or to the terminal and torchrun; by default with the stack."""
     from zeroshard.comm import RanksDisagreeError  # late: it imports DTensor, which the launcher does not need
 
-    stack = "".join(traceback.format_exception(error)).rstrip()
-    message = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
+    if message is None:
+        message = f"rank {rank} failed\n" + "".join(traceback.format_exception(error)).rstrip()
     directory = os.environ.get(ERROR_DIR_ENV)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
@@ -162,39 +199,17 @@ def report_failure(error: BaseException, rank: int) -> None:
 
 
 class StopRequest:
-    """Records a stop signal: Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends the process.
-
-    [Note: ranks whose peer failed] When one rank fails, the launcher sends SIGTERM to the others. They may wait for the
-    failed rank in a call that runs no Python code, so their signal handler would never run. The signal also writes a
-    byte to a pipe on which a thread waits. The thread then polls for an error report of another rank, and ends this
-    process soon after it finds one.
-    """
+    """Records a stop signal: Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends the process."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        directory = os.environ.get(ERROR_DIR_ENV)
-        if directory is not None:
-            wakeup_read_fd, wakeup_write_fd = os.pipe()
-            os.set_blocking(wakeup_write_fd, False)
-            signal.set_wakeup_fd(wakeup_write_fd, warn_on_full_buffer=False)
-            threading.Thread(
-                target=self._exit_when_peer_failed, args=(wakeup_read_fd, Path(directory)), daemon=True
-            ).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
-
-    @staticmethod
-    def _exit_when_peer_failed(wakeup_fd: int, error_dir: Path) -> None:
-        os.read(wakeup_fd, 1)
-        while not any(error_dir.glob("*.error.json")):
-            time.sleep(0.2)
-        time.sleep(ERROR_GRACE_SECONDS)
-        os._exit(1)
 
 
 def read_errors(error_dir: Path) -> list[dict[str, Any]]:

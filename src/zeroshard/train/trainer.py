@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 import zeroshard
+from zeroshard.comm import all_gather_object
 from zeroshard.memory import Profile
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.generation import generate_sample
@@ -350,8 +351,7 @@ class Trainer:
     def _record_memory(self) -> None:
         """Record memory and traffic of a step, once both are steady."""
         report = zeroshard.report(self.setup.model)
-        memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
-        dist.all_gather_object(memory, memory_by_kind(report))
+        memory = all_gather_object(memory_by_kind(report), dist.group.WORLD, "record the memory", None)
         self.record.set_step(memory, report)
         ddp_bytes = {kind: nbytes for kind, nbytes in self.record.ddp_state_bytes.items() if nbytes}
         self.view.show_memory(state_bytes(memory[0]), ddp_bytes)

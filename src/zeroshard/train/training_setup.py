@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from zeroshard.comm import all_gather_object
 from zeroshard.optim import MuonWithAdamW
 from zeroshard.presets import PRESETS
 from zeroshard.sharding import find_block_matrices
@@ -174,16 +175,16 @@ def _config_to_save(options: TrainOptions) -> dict[str, Any]:
 
 def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
     """Choose and create the run directory on rank 0, and broadcast its path."""
-    broadcast_path: list[Any] = [None]
+    path = ""
     if rank_info.is_rank_zero:
         out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
         directory = RunDirectory(out)
         directory.check_available(options.run.resume)
         out.mkdir(parents=True, exist_ok=True)
         directory.lock()
-        broadcast_path = [os.fspath(out)]
-    dist.broadcast_object_list(broadcast_path, src=0)
-    return directory if rank_info.is_rank_zero else RunDirectory(Path(broadcast_path[0]))
+        path = os.fspath(out)
+    (path, *_) = all_gather_object(path, dist.group.WORLD, "open the run directory", None)
+    return directory if rank_info.is_rank_zero else RunDirectory(Path(path))
 
 
 def _open_corpus(

@@ -1,0 +1,12 @@
+"""One of the ranks that `zeroshard train` starts: python -m zeroshard.train DIRECTORY."""
+
+import sys
+from pathlib import Path
+
+from zeroshard.utils.lazy_import import uncollected_imports
+
+if __name__ == "__main__":
+    with uncollected_imports():
+        from zeroshard.train.launch import run_local_rank
+
+    run_local_rank(Path(sys.argv[1]))
