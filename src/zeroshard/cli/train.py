@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,6 +14,8 @@ from zeroshard.utils.lazy_import import uncollected_imports
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status. An error is one line, whatever was passed."""
     try:
+        if not os.path.isdir(os.curdir):
+            raise OSError("the working directory has been deleted: change to another one")
         options = read_options(argv)
         with nullcontext() if "torch" in sys.modules else uncollected_imports():
             from zeroshard.train import run_training  # imports torch, which `--help` does not need

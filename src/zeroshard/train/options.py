@@ -12,6 +12,7 @@ all sources are read.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import traceback
@@ -91,7 +92,8 @@ class OptionGroup:
                 raise ValueError(f"{name} must be at least {MINIMUM[name]} (got {value})")
             largest = MAX_TIMEOUT if name == "timeout" else MAX_INT if isinstance(value, int) else sys.float_info.max
             if value > largest:
-                raise ValueError(f"{name} must be at most {largest:g} (got {value:g})")
+                limit = f"at most {largest:g}" if math.isfinite(value) else "finite"
+                raise ValueError(f"{name} must be {limit} (got {value:g})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class RankInfo:
             )
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0]
-            raise TrainingError(f"rank {rank} cannot join the other {world_size - 1} ranks: {reason}") from error
+            raise TrainingError(f"rank {rank} cannot join the job of {world_size} ranks: {reason}") from error
         return cls(rank, world_size, torch_device, "nccl" if on_gpu else "gloo")
 
     @property

@@ -78,6 +78,9 @@ class RunDirectory:
         """Raise if the path is a file, or has a run that is not to be resumed."""
         if self.path.exists() and not self.path.is_dir():
             raise TrainingError(f"--out {self.path} is a file: pass a directory")
+        enclosing = next((path for path in self.path.absolute().parents if (path / "run.json").is_file()), None)
+        if enclosing is not None:
+            raise TrainingError(f"--out {self.path} is inside the run {enclosing}: pass that, or another directory")
         if self.has_run() and not resume:
             raise TrainingError(f"{self.path} already has a run: add --resume to continue it, or pass another --out")
 
@@ -164,6 +167,18 @@ def complete_checkpoints(parent: Path) -> list[Path]:
 
     named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
     return sorted(named, key=checkpoint_step)
+
+
+def newest_checkpoint(directory: RunDirectory) -> RunCheckpoint | None:
+    """Return the checkpoint to resume from; None if the run has not saved one. Raise if what it saved is gone."""
+    complete = complete_checkpoints(directory.checkpoints_dir)
+    saved = directory.read_record().get("checkpoints")
+    if saved and not complete:
+        raise TrainingError(
+            f"{directory.checkpoints_dir} has no checkpoint, but this run has saved {saved[-1]}: put it back, or start "
+            "a new run with another --out"
+        )
+    return RunCheckpoint(complete[-1]) if complete else None
 
 
 def quarantine(path: Path) -> None:

@@ -119,7 +119,9 @@ class CheckpointSaver:
             with self._with_resume_hint():
                 self._pending.wait()
             self._pending = None
-        self._setup.record.checkpoints = [path.name for path in complete_checkpoints(self._directory)]
+            self._setup.record.checkpoints = [path.name for path in complete_checkpoints(self._directory)]
+            if self._setup.rank_info.is_rank_zero:
+                self._setup.directory.write_record(self._setup.record.as_dict())
 
     def abort(self, reason: str, first_bad_step: int) -> NoReturn:
         """End the run on all ranks, and quarantine checkpoints of ``first_bad_step`` or later."""

@@ -16,6 +16,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm import all_gather_object
+from zeroshard.memory import DiskError
 from zeroshard.optim import MuonWithAdamW
 from zeroshard.presets import PRESETS
 from zeroshard.sharding import find_block_matrices
@@ -33,7 +34,7 @@ from zeroshard.train.models.language_model import (
 )
 from zeroshard.train.options import Batching, StepOptions, TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
-from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
+from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, create_run_directory, newest_checkpoint
 from zeroshard.train.run_record import RunRecord, describe_run
 from zeroshard.train.trackers import check_trackers
 
@@ -73,7 +74,7 @@ def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetu
     """Create the setup. Errors in options, files or sizes are raised before training starts."""
     try:
         return _prepare_training(options, rank_info)
-    except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
+    except (ValueError, OSError, ImportError, zeroshard.CheckpointError, DiskError) as error:
         raise TrainingError(str(error)) from error
 
 
@@ -105,8 +106,7 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     options, plan_reason = resolve_auto(options, language_model, precision, rank_info)
     batching = options.batching(rank_info.world_size)
     directory = _open_directory(options, rank_info)
-    checkpoints = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
-    checkpoint = RunCheckpoint(checkpoints[-1]) if checkpoints else None
+    checkpoint = newest_checkpoint(directory) if options.run.resume else None
     corpus = _open_corpus(options, rank_info, directory, language_model)
 
     def make_loader(tokens: TokenFile, rows: int) -> TokenLoader:

@@ -187,7 +187,7 @@ class Machine:
         _normalize_fields(self)
         if self.memory <= self.context:
             raise ValueError(
-                f"memory must be above context, what the runtime uses: got {self.memory} bytes and {self.context}"
+                f"memory must be more than the {self.context} bytes that the runtime uses, got {self.memory} bytes"
             )
         object.__setattr__(self, "flops", _check_flops(self.flops))
         if self.fp8_flops is not None and not (_is_number(self.fp8_flops) and self.fp8_flops > 0):
