@@ -66,16 +66,15 @@ def text(directory: Path) -> list[str]:
         ("--auto --stage 2", ("offload", "recompute", "micro-batch")),
         ("--stage=2 --auto --micro_batch 4", ("offload", "recompute")),
         ("--auto stage micro-batch", ("stage", "micro-batch")),
-        ("--stage auto", ("stage",)),
-        ("--stage=auto --recompute auto --lr 1e-3", ("stage", "recompute")),
-        ("--micro_batch auto --offload auto --device auto", ("offload", "micro-batch")),
+        ("--auto recompute stage --lr 1e-3", ("stage", "recompute")),
+        ("--micro_batch=2 --auto offload --device auto", ("offload",)),
         ("--auto --no-recompute", ("stage", "offload", "micro-batch")),
         ("--auto --offload-activations", ("stage", "offload", "micro-batch")),
         ("--auto --offload host --offload-fraction 0.5", ("stage", "recompute", "micro-batch")),
         ("--auto --offload-directory .", EVERY),
         ("--auto --accumulate 2", ("stage", "offload", "recompute")),
         ("--auto --configuration C4", ("offload", "micro-batch")),
-        ("--configuration C4 --stage auto", ("stage",)),
+        ("--configuration C4 --auto offload", ("offload",)),
     ],
 )
 def test_what_is_given_explicitly_is_not_left_open(flags: str, left: tuple[str, ...]) -> None:
@@ -89,12 +88,12 @@ def test_what_is_left_open_is_as_if_nothing_had_been_said(tmp_path: Path) -> Non
     assert options.sharding.auto == EVERY
     assert (options.training.batch, options.training.micro_batch) == (32, None)
     assert not options.model.has_activation_checkpointing and options.sharding.offload == "device"
-    options = read_options(["--config", str(file), "--offload", "auto"])
+    options = read_options(["--config", str(file), "--auto", "offload"])
     assert options.sharding.auto == ("offload",) and options.sharding.stage == 1 and options.model.recompute
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ['stage = "auto"', "auto = true", 'auto = ["stage"]'])
+@pytest.mark.parametrize("line", ["auto = true", 'auto = ["stage"]'])
 def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(line + "\n")
@@ -126,7 +125,7 @@ def test_what_only_a_plan_looks_at_is_refused_without_one(flags: str, words: str
         read_options(flags.split())
     file = tmp_path / "run.toml"
     file.write_text('machine = "h100"\n')
-    assert read_options(["--config", str(file), "--stage", "auto"]).sharding.machine == "h100"
+    assert read_options(["--config", str(file), "--auto", "stage"]).sharding.machine == "h100"
     with pytest.raises(ValueError, match="machine has no effect without auto"):
         read_options(["--config", str(file)])
 
@@ -263,7 +262,7 @@ def test_the_layer_that_a_run_keeps_in_bf16_is_planned_so(monkeypatch: pytest.Mo
         return PlanDecision(Strategy(stage=3), "")
 
     monkeypatch.setattr("zeroshard.train.auto_options.choose_plan_for_machine", choose)
-    assert main([*SMALL, "--stage", "auto", "--precision", "fp8", "--machine", "h100", "--dry-run"]) == 0
+    assert main([*SMALL, "--auto", "stage", "--precision", "fp8", "--machine", "h100", "--dry-run"]) == 0
     assert planned == [("head",)]
 
 
@@ -355,7 +354,7 @@ def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([*flags, "--memory", "1GB"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("zeroshard train: nothing fits: even with stage 3") and "Try more ranks" in told
-    assert main([*SMALL, "--ranks", "2", "--stage", "auto", "--dry-run"]) == 0
+    assert main([*SMALL, "--ranks", "2", "--auto", "stage", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "ranks     2 on cpu" in said and "plan      stage" in said
     assert main([*SMALL, "--ranks", "2", "--auto", "--machine", "h1000", "--dry-run"]) == 1

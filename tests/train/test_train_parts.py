@@ -159,7 +159,7 @@ def test_options_that_belong_together_may_come_from_two_sources(
         ("--partition full", "--replicas 2"),
         ("--offload-fraction 0.5", "--offload host"),
         ("--offload-directory .", "--offload disk"),
-        ("--offload-directory . --offload host", "--offload auto"),
+        ("--offload-directory . --offload host", "--offload disk"),
         ("--no-cast-on-gather --stage 2", "--stage 3"),
         ("--prompt To --sample-tokens 0", "--sample-tokens 9"),
     ],
@@ -176,13 +176,12 @@ def test_options_without_effect_are_refused(flags: str, and_then: str) -> None:
     ("options", "message"),
     [
         ({"local_steps": 4}, "set --replicas to their number, or use stage 0"),
-        ({"local_steps": 4, "replicas": 2, "partition": "full"}, "local_steps needs partition hybrid"),
         ({"outer_lr": math.nan, "local_steps": 4, "replicas": 2}, r"outer_lr must be positive \(got nan\)"),
     ],
 )
 def test_local_steps_without_replicas_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardOptions(**options).check()
+        TrainOptions(sharding=ShardOptions(**options)).check()
 
 
 def test_the_outer_optimizer_is_sgd_with_nesterov_momentum() -> None:

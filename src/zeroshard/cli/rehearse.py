@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import textwrap
@@ -24,10 +25,13 @@ from zeroshard.utils.format import format_bytes
 if TYPE_CHECKING:
     import subprocess
 
+    from torch._C._distributed_c10d import TCPStore
+
 END_GRACE_SECONDS = 30  # for a script to end after its last step
 FAILURE_GRACE_SECONDS = 15  # for the other ranks to learn of a failure: zeroshard needs at most 10
 STACK_GRACE_SECONDS = 2  # for ranks that hang to write their stacks
 POLL_SECONDS = 0.1
+LOOPBACK = "127.0.0.1"
 LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
 RANK_PROGRAM = """
 from zeroshard.utils.lazy_import import uncollected_imports
@@ -149,7 +153,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
     """Start the ranks, wait until they have ended, and compare what they have recorded."""
     import torch
 
-    from zeroshard.train import ERROR_DIR_ENV, local_ranks, local_store, store_environment
+    from zeroshard.train import ERROR_DIR_ENV, local_ranks
 
     gpus = torch.cuda.device_count()
     outcome = RehearsalOutcome(f"{'-m ' if options.module else ''}{options.script}", options.ranks, gpus)
@@ -166,8 +170,9 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
         (directory / "settings.json").write_text(json.dumps(settings))
         kind = "module" if options.module else "script"
         command = [sys.executable, "-c", RANK_PROGRAM, name, kind, options.script, *options.arguments]
-        store = local_store()  # of the script's own init_process_group()
-        environment = {ERROR_DIR_ENV: name, "PYTHONUNBUFFERED": "1", **store_environment(store)}
+        store = _open_local_store()
+        environment = {ERROR_DIR_ENV: name, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
         with local_ranks(options.ranks, command, environment) as (processes, signals):
             ending = _wait(processes, signals, directory, deadline)
         if signals:
@@ -181,6 +186,22 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
             outcome.failure = f"the script did not end within {options.timeout:g} s (--timeout)"
             outcome.failure += "".join(_stacks(directory, outcome))
     return outcome
+
+
+def _open_local_store() -> TCPStore:
+    """Return the store of the script's own init_process_group(); it listens only on loopback.
+
+    torch's own store listens on every interface, whatever its address. So the socket is bound here. There is no
+    password: other users of this machine can reach it.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # now owned by the store, which closes it
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 @dataclass

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
-    from zeroshard.train.launch import describe_first_failure, local_ranks, local_store, run_training, store_environment
+    from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
     from zeroshard.train.models.huggingface import open_model
     from zeroshard.train.models.language_model import find_output_layers
     from zeroshard.train.options import TrainingError, describe_bug
@@ -23,14 +23,12 @@ __all__ = [
     "find_output_layers",
     "generate_text",
     "local_ranks",
-    "local_store",
     "open_model",
     "read_errors",
     "read_options",
     "report_failure",
     "run_training",
     "shakespeare",
-    "store_environment",
     "write_html_report",
 ]
 
@@ -44,7 +42,7 @@ __getattr__, __dir__ = lazy_names(
         "models.huggingface": "open_model",
         "models.language_model": "find_output_layers",
         "report": "write_html_report",
-        "launch": "describe_first_failure local_ranks local_store run_training store_environment",
+        "launch": "describe_first_failure local_ranks run_training",
         "rank": "ERROR_DIR_ENV read_errors report_failure",
     },
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableErro
 from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
 from zeroshard.train.models.huggingface import output_loss
 from zeroshard.train.models.language_model import LanguageModel, find_output_layers, sequence_length
-from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
+from zeroshard.train.options import Batching, ShardOptions, TrainOptions
 from zeroshard.train.rank import RankInfo
 
 
@@ -37,14 +36,9 @@ def resolve_auto(
     inputs, loss = _tracing_inputs_and_loss(language_model, sequence)
     is_micro_batch_free = "micro-batch" in auto and options.training.accumulate is None
     constraints: dict[str, Any] = {
-        "stage": AUTO if "stage" in auto else sharding.stage,
-        "partition": sharding.partition,
-        "gather_dtype": sharding.gather_dtype,
-        "reduce_wire": sharding.reduce_wire,
+        **sharding.shard_options,
+        **dict.fromkeys({"stage", "offload"} & set(auto), AUTO),
         "allow_lossy": sharding.allow_lossy,
-        "local_steps": sharding.local_steps,
-        "outer_optimizer": sharding.outer_optimizer,
-        "offload": AUTO if "offload" in auto else sharding.offload_config,
         "checkpoint": AUTO if "recompute" in auto else None,
         "micro_batch": None if is_micro_batch_free else batching.micro,
         "batch": batching.batch,
@@ -53,7 +47,6 @@ def resolve_auto(
         "precision": precision,
         "keep_bf16": find_output_layers(language_model.module),
         "optimizer": options.training.optimizer,
-        "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,
     }
     module = language_model.module
@@ -86,19 +79,19 @@ def target_machine(sharding: ShardOptions, ranks: int) -> Machine:
 
 def _apply_decision(options: TrainOptions, strategy: Strategy, batching: Batching) -> TrainOptions:
     """Return the options with the planner's decision applied."""
-    model, training, auto = options.model, options.training, options.sharding.auto
-    changes: dict[str, Any] = {"auto": (), "allow_lossy": False, "stage": cast("Stage", strategy.stage)}
-    changes |= {"gather_dtype": strategy.gather_dtype, "reduce_wire": strategy.reduce_wire}
+    auto = options.sharding.auto
+    changes: dict[str, Any] = {"auto": (), "allow_lossy": False}
+    changes |= {name: getattr(strategy, name) for name in ("stage", "gather_dtype", "reduce_wire")}
     if "recompute" in auto:
-        is_offloaded = strategy.checkpoint == "host"
-        model = replace(model, recompute=strategy.checkpoint != "none", offload_activations=is_offloaded)
+        changes["recompute"] = strategy.checkpoint != "none"
+        changes["offload_activations"] = strategy.checkpoint == "host"
     if "micro-batch" in auto:
-        training = replace(training, batch=batching.batch, micro_batch=strategy.micro_batch)
+        changes |= {"batch": batching.batch, "micro_batch": strategy.micro_batch}
     if "offload" in auto and strategy.offload is not None:
         ((tier, fraction),) = strategy.offload.optimizer.items()
-        has_offloaded_parameters = bool(strategy.offload.parameters)
-        changes |= {"offload": tier, "offload_fraction": fraction, "offload_parameters": has_offloaded_parameters}
-    return replace(options, model=model, training=training, sharding=replace(options.sharding, **changes))
+        changes |= {"offload": tier, "offload_fraction": fraction}
+        changes["offload_parameters"] = bool(strategy.offload.parameters)
+    return options.with_values(changes)
 
 
 def _tracing_inputs_and_loss(language_model: LanguageModel, sequence: int) -> tuple[Inputs, LossFn]:

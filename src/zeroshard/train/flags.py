@@ -5,58 +5,43 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tyro
 
-from zeroshard.train.options import AutoOption, TrainOptions
+from zeroshard.train.options import PLANNED_OPTIONS, AutoOption, TrainOptions
 
-AUTO_OPTIONS: tuple[AutoOption, ...] = get_args(AutoOption)
-EXPLICIT_OPTIONS: dict[AutoOption, set[str]] = {  # option that --auto can choose → options that set it explicitly
-    "stage": {"stage", "configuration"},
-    "offload": {"offload", "offload_fraction", "offload_parameters"},
-    "recompute": {"recompute", "offload_activations", "configuration"},
-    "micro-batch": {"micro_batch", "accumulate"},
+ALSO_EXPLICIT: dict[AutoOption, str] = {  # options that also decide on what --auto can choose
+    "stage": "configuration",
+    "recompute": "configuration",
+    "micro-batch": "accumulate",
 }
 
 
-@dataclass
-class _Source:
-    """The options that one source sets: a file, an earlier run, or the command line."""
+def _parse(flags: Sequence[str], source: str = "") -> dict[str, Any]:
+    """Return the options that one source sets; tyro prints what is wrong with one, and ends the program."""
+    program = f"zeroshard train (options of {source})" if source else "zeroshard train"
+    parsed = tyro.cli(TrainOptions, args=list(flags), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+    words = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    words |= {word.removeprefix("no_") for word in words}
+    given = {name: value for name, value in parsed.to_flat_dict().items() if name in words}
+    both = _explicit(given) & set(given.get("auto", ()))
+    if both:
+        where = f" (options of {source})" if source else ""
+        raise ValueError(f"{' and '.join(sorted(both))} is set explicitly and in --auto{where}: omit one of them")
+    return given
 
-    values: dict[str, Any]
-    auto: set[AutoOption] | None
-    """What ``--auto`` leaves to the planner; None: ``--auto`` is not given."""
-    auto_values: set[AutoOption]
-    """What ``--stage auto`` and the like leave to it."""
 
-    @classmethod
-    def parse(cls, flags: Sequence[str], name: str = "") -> _Source:
-        """Parse flags; tyro prints what is wrong with one, and ends the program with status 2."""
-        program = f"zeroshard train (options of {name})" if name else "zeroshard train"
-        flags, auto_values = _split_auto_flags(flags)
-        parsed = tyro.cli(TrainOptions, args=flags, prog=program, config=(tyro.conf.OmitArgPrefixes,))
-        words = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
-        given = words | {word.removeprefix("no_") for word in words}
-        values = {option: value for option, value in parsed.to_flat_dict().items() if option in given}
-        if "auto" not in values:
-            return cls(values, None, auto_values)
-        explicit, names = _explicit(values), set(values.pop("auto"))
-        if explicit & names:
-            both = " and ".join(sorted(explicit & names))
-            raise ValueError(f"{both} is set explicitly and in --auto{f' ({name})' if name else ''}: omit one of them")
-        return cls(values, names or set(AUTO_OPTIONS) - explicit, auto_values)
-
-    def apply(self, options: TrainOptions) -> TrainOptions:
-        """Return a copy of ``options`` with those of this source: its configuration first, then single options."""
-        auto = set(options.sharding.auto) - _explicit(self.values) if self.auto is None else self.auto
-        configuration = self.values.get("configuration")
-        if configuration is not None:
-            options = options.with_configuration(configuration)
-        names = auto | self.auto_values
-        return options.with_values(self.values).with_auto(tuple(name for name in AUTO_OPTIONS if name in names))
+def _apply(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+    """Return a copy of the options with those of one source: its configuration first, then single options."""
+    auto = set(given.get("auto", options.sharding.auto))
+    if "auto" in given and not auto:
+        auto = set(PLANNED_OPTIONS)
+    auto -= _explicit(given)
+    if given.get("configuration") is not None:
+        options = options.with_configuration(given["configuration"])
+    return options.with_values(given).with_auto(tuple(name for name in PLANNED_OPTIONS if name in auto))
 
 
 def read_options(argv: Sequence[str]) -> TrainOptions:
@@ -65,46 +50,25 @@ def read_options(argv: Sequence[str]) -> TrainOptions:
     >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
     4
     """
-    sources = [_Source.parse(argv)]
-    config = sources[0].values.get("config")
+    sources = [_parse(argv)]
+    config = sources[0].get("config")
     if config is not None:
-        sources.insert(0, _Source.parse(_to_flags(_read_options_file(Path(config))), config))
-    given = {name: value for source in sources for name, value in source.values.items()}
+        sources.insert(0, _parse(_to_flags(_read_options_file(Path(config))), config))
+    given = {name: value for source in sources for name, value in source.items()}
     if given.get("resume"):
-        saved = _saved_options(given.get("out"))
-        if saved:
-            sources.insert(0, _Source.parse(_to_flags(saved), "the run's config.json"))
+        sources.insert(0, _parse(_to_flags(_saved_options(given.get("out"))), "the run's config.json"))
     options = TrainOptions()
     for source in sources:
-        options = source.apply(options)
+        options = _apply(options, source)
     options.check()
     return options
 
 
 def _explicit(values: Mapping[str, Any]) -> set[AutoOption]:
     """Return the options that --auto could choose and ``values`` set."""
-    return {name for name in AUTO_OPTIONS if values.keys() & EXPLICIT_OPTIONS[name]}
-
-
-def _split_auto_flags(flags: Sequence[str]) -> tuple[list[str], set[AutoOption]]:
-    """Split off flags with the value "auto" that the planner can choose; return the other flags and these names.
-
-    >>> _split_auto_flags(["--stage", "auto", "--device", "auto"])
-    (['--device', 'auto'], {'stage'})
-    """
-    other_flags: list[str] = []
-    auto_names: set[AutoOption] = set()
-    for flag in flags:
-        is_separate = flag == "auto" and bool(other_flags)
-        option = other_flags[-1] if is_separate else flag.removesuffix("=auto") if flag.endswith("=auto") else ""
-        name = next((name for name in AUTO_OPTIONS if option.replace("_", "-") == f"--{name}"), None)
-        if name is None:
-            other_flags.append(flag)
-            continue
-        auto_names.add(name)
-        if is_separate:
-            other_flags.pop()
-    return other_flags, auto_names
+    return {
+        name for name, options in PLANNED_OPTIONS.items() if values.keys() & {*options.split(), ALSO_EXPLICIT.get(name)}
+    }
 
 
 def _saved_options(out: str | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import IO, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 
 from zeroshard.train.options import TrainingError, TrainOptions, describe_bug
 from zeroshard.train.rank import (
@@ -51,7 +51,6 @@ FAILURE_GRACE_SECONDS = 8  # for the other ranks to notice that one has failed, 
 ERROR_GRACE_SECONDS = 3  # after a second stop signal
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
 POLL_SECONDS = 0.1  # between two polls of the ranks
-LOOPBACK = "127.0.0.1"
 
 
 def run_training(options: TrainOptions) -> int:
@@ -191,30 +190,6 @@ def local_ranks(
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # also the children of a rank that has ended
                 process.wait()
-
-
-def local_store() -> TCPStore:
-    """Return a store for programs on this machine that need one at an address; it listens only on loopback.
-
-    torch's own store listens on every interface, whatever its address, and has no authentication. So the socket is
-    bound here. Other users of this machine can reach it.
-
-    >>> store = local_store()
-    >>> store.set("key", "value")
-    >>> TCPStore("127.0.0.1", store.port, is_master=False).get("key")
-    b'value'
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind((LOOPBACK, 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()  # now owned by the store, which closes it
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-def store_environment(store: TCPStore) -> dict[str, str]:
-    """Return the variables by which ``init_process_group()`` finds a store that exists already."""
-    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _local_environment(ranks: int) -> dict[str, str]:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-from zeroshard.config.offload import Offload, parse_bytes
+from zeroshard.config.offload import parse_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
 from zeroshard.train.trackers import TrackerName
 
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 Stage = Literal[0, 1, 2, 3]
 ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
 AutoOption = Literal["stage", "offload", "recompute", "micro-batch"]
+PLANNED_OPTIONS: dict[AutoOption, str] = {  # what --auto sets
+    "stage": "stage",
+    "offload": "offload offload_fraction offload_parameters",
+    "recompute": "recompute offload_activations",
+    "micro-batch": "micro_batch",
+}
 DEFAULT_BATCH_SEQUENCES = 8  # sequences per step by default
 DEFAULT_PROFILE_STEPS = (4, 6)
 WARM_UP_STEPS = 3  # not profiled: they allocate states, learn the order of collectives, and record memory
@@ -40,11 +46,10 @@ MAX_PROFILE_STEPS = 10  # a trace has some ten thousand events per step
 
 # numbers without an entry have no limit of their own
 MINIMUM = {
-    **dict.fromkeys(("layers", "heads", "width", "sequence", "lora_rank", "vocabulary"), 1),
-    **dict.fromkeys(("steps", "batch", "micro_batch", "accumulate"), 1),
-    **dict.fromkeys(("ranks", "tensor", "replicas", "local_steps", "eval_sequences", "keep", "log_every"), 1),
-    **dict.fromkeys(("warmup", "weight_decay", "clip", "min_lr", "seed", "outer_momentum"), 0),
-    **dict.fromkeys(("eval_every", "checkpoint_every", "sample_tokens"), 0),
+    **dict.fromkeys("layers heads width sequence lora_rank vocabulary steps batch micro_batch accumulate".split(), 1),
+    **dict.fromkeys("ranks tensor replicas local_steps eval_sequences keep log_every".split(), 1),
+    **dict.fromkeys("warmup weight_decay clip min_lr seed outer_momentum".split(), 0),
+    **dict.fromkeys("eval_every checkpoint_every sample_tokens".split(), 0),
 }
 POSITIVE = ("lora_alpha", "lr", "muon_lr", "outer_lr", "timeout")
 MAX_INT = 2**63 - 1
@@ -201,11 +206,6 @@ class StepOptions(OptionGroup):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1 (got {self.betas})")
 
-    def check(self) -> None:
-        """Raise if options do not fit together."""
-        if self.min_lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(OptionGroup):
@@ -242,7 +242,7 @@ class ShardOptions(OptionGroup):
     offload_directory: str | None = None
     """with --offload disk: a directory on a fast local disk. The files are deleted at the end"""
     auto: tuple[AutoOption, ...] = ()
-    """let the planner choose these options, or without names all that are not set; also `--stage auto`, …"""
+    """let the planner choose these options, or without names all that are not set, as in `--auto stage offload`"""
     allow_lossy: bool = False
     """with --auto: also try --gather-dtype int8 and --reduce-wire int8, which change the numbers"""
     memory: str | None = None
@@ -266,22 +266,6 @@ class ShardOptions(OptionGroup):
         if parse_bytes("memory", self.memory) == 0:
             raise ValueError("memory is a limit for the states and activations of a rank (got 0 bytes)")
 
-    def check(self) -> None:
-        """Raise if options do not fit together."""
-        if self.offload == "disk" and self.offload_directory is None:
-            raise ValueError("offload disk needs --offload-directory: a directory on a fast local disk")
-        Offload.from_option(self.offload_config)
-        if self.offload_parameters and self.stage != 3:
-            raise ValueError(f"offload_parameters requires stage 3 (got stage {self.stage})")
-        if self.gather_dtype is not None and self.stage != 3:
-            raise ValueError(f"gather_dtype requires stage 3 (got stage {self.stage})")
-        if self.reduce_wire is not None and self.stage == 0:
-            raise ValueError("reduce_wire requires stage 1, 2 or 3 (got stage 0)")
-        if self.local_steps > 1 and self.replicas == 1 and self.stage > 0:
-            raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
-        if self.local_steps > 1 and self.partition != "hybrid":
-            raise ValueError(f"local_steps needs partition hybrid, whose rows are replicas (got {self.partition})")
-
     @property
     def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
         """The ``outer_optimizer`` argument of :func:`zeroshard.shard`."""
@@ -295,16 +279,8 @@ class ShardOptions(OptionGroup):
     @property
     def shard_options(self) -> dict[str, Any]:
         """The options of :func:`zeroshard.shard` that these set, except the precision."""
-        names = (
-            "stage",
-            "partition",
-            "gather_dtype",
-            "reduce_wire",
-            "local_steps",
-            "outer_optimizer",
-            "cast_on_gather",
-        )
-        return {"offload": self.offload_config, **{name: getattr(self, name) for name in names}}
+        names = "stage partition gather_dtype reduce_wire local_steps outer_optimizer cast_on_gather"
+        return {"offload": self.offload_config, **{name: getattr(self, name) for name in names.split()}}
 
     @property
     def offload_config(self) -> dict[str, Any]:
@@ -381,37 +357,38 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise if options do not fit together: see [Note: values and combinations]."""
-        self.training.check()
-        self.sharding.check()
+        training, sharding = self.training, self.sharding
+        if training.min_lr is not None and training.min_lr > training.lr:
+            raise ValueError(f"min_lr must be at most lr, {training.lr:g} (got {training.min_lr:g})")
+        if sharding.offload == "disk" and sharding.offload_directory is None:
+            raise ValueError("offload disk needs --offload-directory: a directory on a fast local disk")
+        if sharding.local_steps > 1 and sharding.replicas == 1 and sharding.stage > 0:
+            raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
         self._check_effects()
 
     def _check_effects(self) -> None:
         """Raise if an option is set and others leave it without effect."""
-        model, sharding = self.model, self.sharding
-        is_planned = bool(sharding.auto)
-        leaves_device = sharding.offload != "device" or "offload" in sharding.auto
-        uses_disk = sharding.offload == "disk" or "offload" in sharding.auto
+        model, data, training, sharding, run = self.model, self.data, self.training, self.sharding, self.run
+        chooses_offload = "offload" in sharding.auto
         uses_stage_3 = sharding.stage == 3 or "stage" in sharding.auto
-        for group, name, has_effect, why in (
-            (model, "lora_rank", model.lora, "without lora: the whole model is trained"),
-            (model, "lora_alpha", model.lora, "without lora: the whole model is trained"),
-            (model, "lora_targets", model.lora, "without lora: the whole model is trained"),
-            (self.training, "muon_lr", self.training.optimizer == "muon", "without optimizer muon"),
+        for group, names, has_effect, why in (
+            (model, "lora_rank lora_alpha lora_targets", model.lora, "without lora: the whole model is trained"),
+            (training, "muon_lr", training.optimizer == "muon", "without optimizer muon"),
+            (data, "holdout", not data.validation, "with validation, whose data is used as it is"),
+            (sharding, "partition", sharding.replicas > 1, "without replicas above 1, the rows of a mesh"),
             (sharding, "outer_lr", sharding.local_steps > 1, "without local_steps above 1"),
             (sharding, "outer_momentum", sharding.outer_lr is not None, "without outer_lr"),
-            (sharding, "memory", is_planned, "without auto"),
-            (sharding, "machine", is_planned, "without auto"),
-            (sharding, "allow_lossy", is_planned, "without auto"),
-            (self.run, "profile_steps", self.run.profile, "without profile"),
-            (self.data, "holdout", not self.data.validation, "with validation, whose data is used as it is"),
-            (sharding, "partition", sharding.replicas > 1, "without replicas above 1, the rows of a mesh"),
-            (sharding, "offload_fraction", leaves_device, "without offload host or disk"),
-            (sharding, "offload_directory", uses_disk, "without offload disk"),
-            (sharding, "cast_on_gather", uses_stage_3, "below stage 3, which alone gathers parameters to compute"),
-            (self.run, "prompt", self.run.sample_tokens > 0, "with sample_tokens 0, which generates no sample"),
+            (sharding, "offload_fraction", chooses_offload or sharding.offload != "device", "without offload"),
+            (sharding, "offload_directory", chooses_offload or sharding.offload == "disk", "without offload disk"),
+            (sharding, "gather_dtype cast_on_gather offload_parameters", uses_stage_3, "below stage 3"),
+            (sharding, "reduce_wire", sharding.stage > 0, "in stage 0, which all-reduces gradients"),
+            (sharding, "memory machine allow_lossy", bool(sharding.auto), "without auto"),
+            (run, "profile_steps", run.profile, "without profile"),
+            (run, "prompt", run.sample_tokens > 0, "with sample_tokens 0, which generates no sample"),
         ):
-            if not has_effect and getattr(group, name) != getattr(type(group), name):
-                raise ValueError(f"{name} has no effect {why}: leave one of them out")
+            for name in names.split():
+                if not has_effect and getattr(group, name) != getattr(type(group), name):
+                    raise ValueError(f"{name} has no effect {why}: leave one of them out")
 
     def batching(self, ranks: int) -> Batching:
         """Return how the batch is split over ranks and backwards; raise if it cannot be."""
@@ -465,31 +442,22 @@ class TrainOptions:
         >>> TrainOptions().with_configuration("C1").sharding.stage
         1
         """
-        configuration = CONFIGURATIONS[name]
-        model = replace(
-            self.model,
-            recompute=True,
-            partition_activations=configuration.partition_activations,
-            offload_activations=configuration.offload_activations,
-        )
-        sharding = replace(self.sharding, configuration=name, stage=cast("Stage", configuration.stage))
-        return replace(self, model=model, sharding=sharding)
+        chosen = CONFIGURATIONS[name]
+        activations = {
+            "recompute": True,
+            "partition_activations": chosen.partition_activations,
+            "offload_activations": chosen.offload_activations,
+        }
+        return self.with_values({"configuration": name, "stage": chosen.stage, **activations})
 
     def with_auto(self, names: tuple[AutoOption, ...]) -> TrainOptions:
         """Return a copy with the named options left to the planner; until then they have their defaults.
 
         >>> TrainOptions(training=StepOptions(micro_batch=4)).with_auto(("micro-batch",)).training.micro_batch
         """
-        model, training, sharding = self.model, self.training, replace(self.sharding, auto=names)
-        if "stage" in names:
-            sharding = replace(sharding, stage=3)
-        if "offload" in names:
-            sharding = replace(sharding, offload="device", offload_fraction=1.0, offload_parameters=False)
-        if "recompute" in names:
-            model = replace(model, recompute=False, offload_activations=False)
-        if "micro-batch" in names:
-            training = replace(training, micro_batch=None)
-        return replace(self, model=model, training=training, sharding=sharding)
+        defaults = TrainOptions().to_flat_dict()
+        chosen = [option for name in names for option in PLANNED_OPTIONS[name].split()]
+        return self.with_values({"auto": names, **{option: defaults[option] for option in chosen}})
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -49,7 +50,7 @@ class RankInfo:
     tp_size: int = 1
 
     @classmethod
-    def init(cls, device: str, timeout: float, store: dist.Store | None = None) -> RankInfo:
+    def init(cls, device: str, timeout: float, store: Store | None = None) -> RankInfo:
         """Join the ranks that meet in ``store``, or at MASTER_ADDR:MASTER_PORT: over NCCL on GPUs, gloo elsewhere."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -67,14 +68,10 @@ class RankInfo:
             torch.cuda.set_device(torch_device)
         if store is None and rank:
             _wait_for_master(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+        place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                timeout=timedelta(seconds=timeout),
-                store=store,
-                rank=-1 if store is None else rank,
-                world_size=-1 if store is None else world_size,
-            )
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **place)
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise TrainingError(f"rank {rank} cannot join the job of {world_size} ranks: {reason}") from error

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -151,52 +150,34 @@ class CheckpointSaver:
 
 
 class StepTracer:
-    """Profiles the steps of ``--profile-steps``. If training raises inside ``with tracer:``, no trace is written."""
+    """Profiles the steps of ``--profile-steps``. If training raises, ``with tracer.trace:`` writes nothing."""
 
     def __init__(self, setup: TrainingSetup, start_step: int) -> None:
         self._setup, self._steps = setup, setup.options.profiled_steps(start_step)
-        self._profile: AbstractContextManager[Profile] | None = None  # while a profiler is running
+        self.trace = ExitStack()  # holds the profiler while it is running
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(kind, error, traceback)
-
-    @property
-    def is_tracing(self) -> bool:
-        """Whether a profiler is running."""
-        return self._profile is not None
-
-    def begin_step(self, step: int) -> bool:
-        """Start the trace if this is its first step; return whether it is."""
-        if not self._steps or step != self._steps[0]:
-            return False
+    def begin_step(self, step: int) -> AbstractContextManager[Any] | None:
+        """Return the range of a profiled step, with the name that tools for traces look for; start with the first."""
+        if step not in self._steps:
+            return None
         directory, rank = self._setup.directory, self._setup.rank_info.rank
-        directory.traces_dir.mkdir(exist_ok=True)
-        directory.trace_path(step, f"-rank{rank}").unlink(missing_ok=True)  # of the same step, before a resume
-        profile = zeroshard.profile(self._setup.model, trace=directory.trace_path(step))
-        profile.__enter__()
-        self._profile = profile
-        return True
-
-    def step_range(self, step: int) -> AbstractContextManager[Any]:
-        """Return the range of one step, if a profiler is running, with the name that tools for traces look for."""
-        return record_function(f"ProfilerStep#{step}") if self.is_tracing else nullcontext()
+        if step == self._steps[0]:
+            directory.traces_dir.mkdir(exist_ok=True)
+            directory.trace_path(step, f"-rank{rank}").unlink(missing_ok=True)  # of the same step, before a resume
+            self.trace.enter_context(zeroshard.profile(self._setup.model, trace=directory.trace_path(step)))
+        return record_function(f"ProfilerStep#{step}")
 
     def end_step(self, step: int, is_last: bool = False) -> str:
         """Write the trace if this is its last step, or the last of the run; return a message for the user."""
         if is_last and self._steps and step < self._steps[0]:
             return f"no step was profiled: the run stopped before step {self._steps[0]}"
-        if self._profile is None or (step < self._steps[-1] and not is_last):
+        if step not in self._steps or (step < self._steps[-1] and not is_last):
             return ""
-        profile, self._profile = self._profile, None
-        profile.__exit__(None, None, None)
-        paths = self._setup.directory.trace_path(self._steps[0], "-rank*")
-        return f"profile of steps {self._steps[0]} to {step}: open {paths} in ui.perfetto.dev or chrome://tracing"
+        self.trace.close()
+        first = self._steps[0]
+        self._steps = range(0)
+        paths = self._setup.directory.trace_path(first, "-rank*")
+        return f"profile of steps {first} to {step}: open {paths} in ui.perfetto.dev or chrome://tracing"
 
 
 class Trainer:
@@ -241,7 +222,7 @@ class Trainer:
         with self.view, self._metrics_file or nullcontext():
             self.view.show_header(header_lines(self.setup, self.start_step))
             try:
-                with self._tracer:
+                with self._tracer.trace:
                     self._train()
                 self._finish()
             except Exception as error:
@@ -278,11 +259,12 @@ class Trainer:
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate(step, training, group.get("rule", "adamw"))
         is_steady = step - self.start_step == STEADY_AFTER_STEPS
-        if self._tracer.begin_step(step + 1):
-            self._stats_reducer.restart_timer()
-        is_profiled = (is_steady or (step + 1) % self.options.run.log_every == 0) and not self._tracer.is_tracing
+        step_range = self._tracer.begin_step(step + 1)
+        if step_range is not None:
+            self._stats_reducer.restart_timer()  # without the start of the profiler
+        is_profiled = (is_steady or (step + 1) % self.options.run.log_every == 0) and step_range is None
         with (
-            self._tracer.step_range(step + 1),
+            step_range or nullcontext(),
             zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile,
         ):
             loss = self._forward_backward(step, profile)
