@@ -8,6 +8,7 @@ import io
 import ipaddress
 import json
 import os
+import pickle
 import pty
 import re
 import select
@@ -325,18 +326,59 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     running = Running(out, *SHORT_TEXT, "--ranks", 2, "--steps", STEPS, "--eval-every", 0, "--checkpoint-every", 10)
     running.reach(14)
     ranks = running.workers()
-    addresses = listeners([running.process.pid, *ranks.values()])
+    addresses = {pid: list(listeners([pid]).values()) for pid in (running.process.pid, *ranks.values())}
+    arguments = Path(f"/proc/{ranks[0]}/cmdline").read_text().split("\0")
+    variables = Path(f"/proc/{ranks[0]}/environ").read_text()
+    directory = Path(arguments[-2]).stat()
     os.kill(ranks[1], signal.SIGKILL)
     status, output = running.end()
     left = running.workers()
-    return SimpleNamespace(out=out, ranks=ranks, addresses=addresses, status=status, output=output, left=left)
+    return SimpleNamespace(**{name: value for name, value in locals().items() if name != "tmp_path_factory"})
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_run_on_one_machine_listens_on_loopback_alone(killed: SimpleNamespace) -> None:
-    assert len(killed.ranks) == 2
-    assert len(killed.addresses) >= 3  # of the store and of gloo on each rank: the look finds some
-    assert all(map(is_loopback, killed.addresses.values())), killed.addresses
+def test_ranks_of_one_machine_meet_where_no_other_user_gets(killed: SimpleNamespace) -> None:
+    assert len(killed.ranks) == 2 and all(killed.addresses[pid] for pid in killed.ranks.values())  # gloo's
+    assert all(is_loopback(address) for addresses in killed.addresses.values() for address in addresses)
+    assert not killed.addresses[killed.running.process.pid]  # no store that another program could register in
+    assert "MASTER_PORT=" not in killed.variables
+    assert killed.directory.st_mode & 0o777 == 0o700 and killed.directory.st_uid == os.getuid()
+
+
+def trained_on_data(rank: int, arguments: list[str]) -> None:
+    """Be one rank; nothing that another one sends is unpickled."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a rank unpickles what it gets: that may be code of whoever reaches its port")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickle, "loads", refuse)
+        patch.setattr(dist.distributed_c10d, "_unpickler", refuse)
+        trained(rank, arguments)
+
+
+def test_ranks_send_each_other_data_and_no_code(tmp_path: Path) -> None:
+    options = [*SMALL[1:], *SHORT_TEXT, "--out", str(tmp_path), "--eval-every", "0", "--optimizer", "muon"]
+    run_processes(2, trained_on_data, [*options, "--steps", "5"])
+    run_processes(2, trained_on_data, ["--out", str(tmp_path), "--resume", "--steps", "6"])
+    assert len(losses(tmp_path)) == 6
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
+    running = Running(tmp_path, *SHORT_TEXT, "--ranks", 1, "--steps", 100_000, "--eval-every", 0)
+    running.reach(2)
+    (rank,) = running.workers().values()
+    pidfd = os.pidfd_open(rank)
+    running.process.kill()
+    try:
+        assert select.select([pidfd], [], [], LIMIT)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+        running.end()
+    assert run("train", "--resume", "--out", tmp_path, "--steps", 1).returncode == 0  # nothing holds its lock
 
 
 def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
@@ -576,6 +618,14 @@ def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama:
         (["--profile", "--profile-steps", "4", "99"], ["at most 9 later (got 4 and 99)"]),
         (["--profile-steps", "5", "7"], ["profile_steps has no effect without profile"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
+        (["--timeout", "1e30"], ["timeout must be at most 1e+09 (got 1e+30)"]),
+        (["--seed", str(2**70)], ["seed must be at most 9.22337e+18"]),
+        (["--lr", "inf"], ["lr must be finite (got inf)"]),
+        (["--model", ""], ["model is empty: pass a value, or omit the option"]),
+        (["--out", ""], ["out is empty"]),
+        (["--offload", "disk"], ["--offload-directory"]),
+        (["--auto", "--memory", "1kB"], ["memory must be more than the", "got 1000 bytes"]),
+        (["--width", "1000000000", "--dry-run"], ["Storage size calculation overflowed", "The stack trace is in /"]),
         (["--resume"], ["no run under runs/", "--out"]),
     ],
 )
@@ -602,6 +652,8 @@ def test_wrong_options_are_refused_with_what_was_meant(
         ("a.toml", "stage = 'three'", ["a.toml", "invalid choice 'three'"]),
         ("a.toml", "stage == 2", ["a.toml is not TOML"]),
         ("a.json", "[1]", ["a.json must be a flat table"]),
+        ("a.json", "[" * 100_000, ["a.json is not JSON"]),
+        ("a.toml", "stage = " + "[" * 100_000, ["a.toml is not TOML"]),
         ("a.toml", "[training]\nlr = 1", ["a.toml must be a flat table"]),
     ],
 )

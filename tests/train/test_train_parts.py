@@ -37,6 +37,7 @@ from zeroshard.train.options import (
     StepOptions,
     TrainingError,
     TrainOptions,
+    describe_bug,
 )
 from zeroshard.train.rank import (
     ERROR_DIR_ENV,
@@ -46,7 +47,7 @@ from zeroshard.train.rank import (
     launcher_environment,
     report_failure,
 )
-from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
+from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_checkpoint, newest_run
 from zeroshard.train.trainer import evaluate, learning_rate
 
 # ------------------------------------------------------------------------------------------------ batches and rates
@@ -312,6 +313,64 @@ def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
     finally:
         thread.join()
     assert sorted(path.name for path in tmp_path.glob("told.*")) == ["told.0", "told.1"]
+
+
+def test_a_signal_to_one_rank_alone_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = tmp_path / "rank"
+    rank.write_text("#!/bin/sh\nexit $((130 + 13 * RANK))\n")  # 128 + SIGINT, and what the others end with
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
+    assert launch(TrainOptions(), 2) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number \\(got 'two'\\)"),
+        ({"RANK": "-1"}, "RANK must be a number"),
+        ({"RANK": "2"}, "RANK must be below WORLD_SIZE, 2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be a port"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a number"),
+    ],
+)
+def test_a_launchers_nonsense_is_refused(changes: dict[str, str], message: str) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(TrainingError, match=message):
+        launcher_environment({**given, **changes})
+
+
+def test_a_master_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainingError, match=r"rank 0 does not answer at 127.0.0.1:1 after 0.1 s .*check MASTER_ADDR"):
+        RankInfo.init("cpu", timeout=0.1)
+
+
+def test_a_run_whose_checkpoints_have_gone_is_not_started_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert newest_checkpoint(run) is None  # it was stopped before it saved one
+    run.write_record({"checkpoints": ["step-000040"]})
+    with pytest.raises(TrainingError, match="has no checkpoint, but this run has saved step-000040"):
+        newest_checkpoint(run)
+    with pytest.raises(TrainingError, match="is inside the run"):
+        RunDirectory(run.checkpoints_dir).check_available(resume=True)
+
+
+@pytest.mark.parametrize("text", ["", '{"stage": 1', "[1]", '{"a":' * 100_000])
+def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|must contain)"):
+        read_options(["--out", str(tmp_path), "--resume"])
+
+
+def test_a_bug_is_one_line_and_keeps_its_stack_trace(tmp_path: Path) -> None:
+    line = describe_bug(KeyError("lr"), tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert line == f"KeyError: 'lr'. The stack trace is in {file}" and "KeyError" in file.read_text()
 
 
 def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:

@@ -146,9 +146,7 @@ class _RankWriter:
                     path.unlink()
 
 
-def _commit(
-    directory: Path, index_fields: dict[str, Any], all_parts: list[dict[str, Any]], keep: int | None
-) -> None:
+def _commit(directory: Path, index_fields: dict[str, Any], all_parts: list[dict[str, Any]], keep: int | None) -> None:
     """Write the index on the first rank after all ranks have written: see [Note: atomic commit of a checkpoint]."""
     files: list[FileRecord] = []
     tensors: dict[str, TensorEntry] = {}

@@ -37,6 +37,7 @@ from zeroshard.train.rank import (
     STOP_SIGNALS,
     RankInfo,
     StopRequest,
+    is_peer_lost,
     launcher_environment,
     read_errors,
     report_failure,
@@ -111,7 +112,7 @@ def _run_rank(options: TrainOptions, store: FileStore | None = None) -> NoReturn
         dist.destroy_process_group()
     except BaseException as error:
         rank = int(os.environ["RANK"])
-        is_explained = isinstance(error, TrainingError)
+        is_explained = isinstance(error, TrainingError) or is_peer_lost(error)
         report_failure(error, rank, str(error) if is_explained else f"rank {rank}: {describe_bug(error, run_path)}")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -225,12 +226,14 @@ def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: 
     themselves: to save, or to report what they know of the failure.
     """
     failed: dict[int, int] = {}
-    deadline, forwarded = math.inf, 0
+    forwarded = 0
+    deadline = math.inf
+    shutdown_seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_GRACE_SECONDS))
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
         for number in received_signals[forwarded:]:
             forwarded += 1
-            deadline = now + (_shutdown_grace_seconds() if forwarded == 1 else ERROR_GRACE_SECONDS)
+            deadline = now + (shutdown_seconds if forwarded == 1 else ERROR_GRACE_SECONDS)
             _send_signal(processes, number)
         if not failed:
             failed = _failed_ranks(processes)
@@ -253,11 +256,6 @@ def _send_signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> N
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-
-
-def _shutdown_grace_seconds() -> float:
-    """Return the seconds that ranks have for their last checkpoint."""
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_GRACE_SECONDS))
 
 
 def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> str:

@@ -174,19 +174,22 @@ def first_slurm_host(hosts: str) -> str:
 # -------------------------------------------------------------------------------- signals and failures
 
 
-def report_failure(error: BaseException, rank: int, message: str | None = None) -> None:
-    """Report what ended this rank, to our own launcher or to the terminal and torchrun; by default with the stack."""
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an error only says that another rank has failed."""
     from zeroshard.comm import RanksDisagreeError  # late: it imports DTensor, which the launcher does not need
 
+    is_told = any(fragment in str(error) for fragment in PEER_LOST_MESSAGES)
+    return is_told or isinstance(error, (RanksDisagreeError, DistError))
+
+
+def report_failure(error: BaseException, rank: int, message: str | None = None) -> None:
+    """Report what ended this rank, to our own launcher or to the terminal and torchrun; by default with the stack."""
     if message is None:
         message = f"rank {rank} failed\n" + "".join(traceback.format_exception(error)).rstrip()
     directory = os.environ.get(ERROR_DIR_ENV)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        is_peer_lost = isinstance(error, (RanksDisagreeError, DistError)) or any(
-            fragment in str(error) for fragment in PEER_LOST_MESSAGES
-        )
-        report = {"rank": rank, "time": time.time(), "message": message, "is_peer_lost": is_peer_lost}
+        report = {"rank": rank, "time": time.time(), "message": message, "is_peer_lost": is_peer_lost(error)}
         partial.write_text(json.dumps(report))
         partial.rename(partial.with_suffix(".error.json"))
         return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import re
 import socket
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,15 @@ class RunDirectory:
 
 def create_run_directory(parent: Path, name: str) -> Path:
     """Create a directory for a new run: ``parent/name``, or with the first free number as a suffix."""
-    for number in itertools.count(1):
-        path = parent / (name if number == 1 else f"{name}-{number}")
+    path, number = parent / name, 1
+    while True:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            continue
-        return path
-    raise AssertionError("numbers never end")
+            number += 1
+            path = parent / f"{name}-{number}"
+        else:
+            return path
 
 
 def newest_run(parent: Path) -> Path | None:
@@ -127,24 +128,29 @@ def newest_run(parent: Path) -> Path | None:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
+@dataclass
 class RunCheckpoint:
     """A checkpoint to resume from."""
 
-    def __init__(self, path: Path) -> None:
-        from zeroshard.checkpoint import CheckpointError, CheckpointIndex  # late: the launcher needs none of them
+    path: Path
+    step: int
+    """Number of steps done."""
+    seconds: float
+    """Seconds these steps took."""
 
-        self.path = path
+    @classmethod
+    def read(cls, path: Path) -> RunCheckpoint:
+        """Read what a checkpoint says of the run."""
+        from zeroshard.checkpoint import CheckpointIndex  # late: the launcher needs none of it
+
         extra = CheckpointIndex.read(path).extra
         step, seconds = extra.get("step"), extra.get("seconds")
         if type(step) is not int or step < 0 or type(seconds) not in (int, float):
-            raise CheckpointError(
+            raise TrainingError(
                 f"{path} is not a checkpoint of `zeroshard train`: its extra must have the numbers step and seconds "
                 f"(got {step!r} and {seconds!r}). Resume from another checkpoint"
             )
-        self.step: int = step
-        """Number of steps done."""
-        self.seconds: float = seconds
-        """Seconds these steps took."""
+        return cls(path, step, seconds)
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
@@ -178,7 +184,7 @@ def newest_checkpoint(directory: RunDirectory) -> RunCheckpoint | None:
             f"{directory.checkpoints_dir} has no checkpoint, but this run has saved {saved[-1]}: put it back, or start "
             "a new run with another --out"
         )
-    return RunCheckpoint(complete[-1]) if complete else None
+    return RunCheckpoint.read(complete[-1]) if complete else None
 
 
 def quarantine(path: Path) -> None:
