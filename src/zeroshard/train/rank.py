@@ -66,9 +66,12 @@ class RankInfo:
         torch_device = torch.device("cuda", device_index) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(torch_device)
-        if store is None and rank:
+        place: dict[str, Any] = {}
+        if store is not None:
+            store.set_timeout(timedelta(seconds=timeout))
+            place = {"store": store, "rank": rank, "world_size": world_size}
+        elif rank:
             _wait_for_master(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
-        place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **place)
