@@ -3,8 +3,8 @@
 [Note: who reaches the ranks of one machine]
 The launcher's directory, mode 0700, has the options, the store (a file) in which ranks find each other, and the reports
 of failed ranks. gloo and NCCL listen on loopback, which every user of the machine reaches, and gloo asks for no
-password. So ranks unpickle nothing: whoever connects in place of a rank can end the run or change numbers, but no code
-of theirs runs in it.
+password. So ranks read what they receive as data, never as a pickle: whoever connects in place of a rank can end the
+run or change numbers, but no code of theirs runs in it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def describe_bug(error: BaseException, directory: Path | None = None) -> str:
     """Return an error that nothing explains in one line; its stack trace goes to a file in ``directory``, or in /tmp.
 
     >>> describe_bug(KeyError("lr"))
-    "KeyError: 'lr'. The stack trace is in /tmp/zeroshard-....txt"
+    "KeyError: 'lr'. The stack trace is in ....txt"
     """
     stack = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]
