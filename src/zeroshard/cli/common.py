@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+
+from zeroshard.utils.format import escape_control_chars
 
 STDOUT = "-"  # value of --json for standard output
 
@@ -25,6 +28,8 @@ def positive_int(text: str) -> int:
 def make_echo(stream: TextIO) -> Callable[[str], None]:
     """Return a function that prints lines to ``stream``, and stops silently when the reader closes the pipe.
 
+    Names from files and messages of libraries may hold what controls a terminal: all control characters are escaped.
+
     >>> import sys
     >>> make_echo(sys.stdout)("a line")
     a line
@@ -32,11 +37,16 @@ def make_echo(stream: TextIO) -> Callable[[str], None]:
 
     def echo(text: str) -> None:
         try:
-            print(text, file=stream, flush=True)
+            print(escape_control_chars(text), file=stream, flush=True)
         except BrokenPipeError:  # as in `zeroshard … | head`; otherwise the interpreter prints an error at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     return echo
+
+
+def print_error(command: str, error: object) -> None:
+    """Print an error or a warning as every command does: on standard error, after the command's name."""
+    make_echo(sys.stderr)(f"zeroshard {command}: {error}")
 
 
 def check_output_files(*, json: str | None = None, svg: str | None = None) -> None:

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroshard.cli.common import make_echo, print_error
+
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CONFIG_FILE = "config.json"
 _UNIT_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -19,29 +21,26 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     import torch
 
-    from zeroshard.checkpoint import CheckpointError, export
+    from zeroshard.checkpoint import export
     from zeroshard.utils.format import format_bytes
 
     dtype_name = DTYPES[options.dtype]
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            path = export(
-                options.checkpoint,
-                options.directory,
-                dtype=None if dtype_name is None else getattr(torch, dtype_name),
-                max_shard=options.max_shard,
-                like=options.like,
-            )
-    except (CheckpointError, OSError, ValueError, ImportError) as error:
-        print(f"zeroshard export: {error}", file=sys.stderr)
-        return 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        path = export(
+            options.checkpoint,
+            options.directory,
+            dtype=None if dtype_name is None else getattr(torch, dtype_name),
+            max_shard=options.max_shard,
+            like=options.like,
+        )
     for warning in caught:
-        print(f"zeroshard export: {warning.message}", file=sys.stderr)
+        print_error("export", warning.message)
+    echo = make_echo(sys.stdout)
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
-    print(f"{path}: {format_bytes(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
+    echo(f"{path}: {format_bytes(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
     if not (path / CONFIG_FILE).is_file():
-        print(f"no {CONFIG_FILE} was written, because the checkpoint has none: pass --like DIR to copy one")
+        echo(f"no {CONFIG_FILE} was written, because the checkpoint has none: pass --like DIR to copy one")
     return 0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from zeroshard.cli.common import print_error
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             options.run, options.prompt, options.tokens, temperature=options.temperature, seed=options.seed
         )
     except (OSError, ValueError, ImportError) as error:
-        print(f"zeroshard generate: {error}", file=sys.stderr)
+        print_error("generate", error)
         return 1
     print(text)
     return 0

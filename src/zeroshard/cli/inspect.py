@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import make_echo
+from zeroshard.cli.common import make_echo, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -19,19 +19,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status: 1 if the checkpoint cannot be read or is damaged."""
     options = _parser().parse_args(argv)
-    from zeroshard.checkpoint import CheckpointError, CheckpointReader
+    from zeroshard.checkpoint import CheckpointReader
 
-    try:
-        with CheckpointReader(options.checkpoint) as reader:
-            summary = describe(reader)
-            if options.verify:
-                summary["damages"] = list(reader.verify())
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"zeroshard inspect: {error}", file=sys.stderr)
-        return 1
+    with CheckpointReader(options.checkpoint) as reader:
+        summary = describe(reader)
+        if options.verify:
+            summary["damages"] = list(reader.verify())
     make_echo(sys.stdout)(json.dumps(summary, indent=2) if options.json else render_text(summary))
     for damage in summary.get("damages", ()):
-        print(f"zeroshard inspect: {damage}", file=sys.stderr)
+        print_error("inspect", damage)
     return 1 if summary.get("damages") else 0
 
 
@@ -179,7 +175,7 @@ def render_text(summary: dict[str, Any]) -> str:
     if "damages" in summary:
         intact = f"intact: all {len(summary['files'])} files verified"
         lines += ["", "damaged: see below" if summary["damages"] else intact]
-    return "\n".join(lines)
+    return "\n".join(line.replace("\n", r"\n") for line in lines)  # of a name, which could look like another line
 
 
 def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

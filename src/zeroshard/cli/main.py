@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+
+from zeroshard.cli.common import print_error
 
 COMMANDS = {
     "plan": ("zeroshard.cli.plan", "predict memory and time of training, and find the best settings"),
@@ -44,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zeroshard: unknown command {command!r}: {hint}", file=sys.stderr)
         return 2
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        print_error(command, "the current directory has been deleted: change to another one")
+        return 2
+    try:
         module = import_module(COMMANDS[command][0])
         status: int = module.main(arguments[1:])
         return status
@@ -52,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("zeroshard"):
             raise
-        print(f"zeroshard {command} needs {error.name}: pip install 'zeroshard[train]'", file=sys.stderr)
+        print_error(command, f"it needs {error.name}: pip install 'zeroshard[train]'")
+        return 1
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        print_error(command, error)
         return 1
 
 

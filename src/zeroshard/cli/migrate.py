@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli.common import make_echo
+from zeroshard.cli.common import make_echo, print_error
 from zeroshard.config.deepspeed import (
     NO_COUNTERPART,
     NOT_NEEDED,
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         migration = read_deepspeed(options.config)
         merged = migration.options
     except (OSError, ValueError) as error:
-        print(f"zeroshard migrate: {error}", file=sys.stderr)
+        print_error("migrate", error)
         return 2
     lost = [key for key in migration.keys if key.kind in (NO_COUNTERPART, UNKNOWN) and key.changes_numbers]
     if options.json:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int
+from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int, print_error
 from zeroshard.cli.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             options.machine = options.machine or "here"
         return _plan(options, echo) if options.model is not None else 0
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"zeroshard plan: {error}", file=sys.stderr)
+        print_error("plan", error)
         return 2
 
 
@@ -274,7 +274,7 @@ def _calibrate(echo: Callable[[str], None]) -> None:
         warnings.simplefilter("always", RuntimeWarning)
         machine = calibrate()
     for warning in caught:
-        print(f"zeroshard plan: {warning.message}", file=sys.stderr)
+        print_error("plan", warning.message)
     for label, text in describe_machine(machine):
         echo(f"  {label:<16}{text}")
     path = machine.saved_path

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import make_echo, positive_int
+from zeroshard.cli.common import make_echo, positive_int, print_error
 from zeroshard.cli.rehearse_checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
 from zeroshard.utils.format import format_bytes
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     error = _usage_error(options)
     if error is not None:
-        print(f"zeroshard rehearse: {error}", file=sys.stderr)
+        print_error("rehearse", error)
         return 2
     outcome = rehearse(options)
     if outcome.signal:

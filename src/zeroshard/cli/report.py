@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from zeroshard.utils.format import escape_control_chars
+from zeroshard.cli.common import print_error
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(write_html_report(options.run))
     except (OSError, ValueError) as error:
-        print(f"zeroshard report: {escape_control_chars(str(error))}", file=sys.stderr)
+        print_error("report", error)
         return 1
     return 0

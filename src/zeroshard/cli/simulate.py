@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int
+from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int, print_error
 from zeroshard.cli.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             write_json(result, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        print(f"zeroshard simulate: {error}", file=sys.stderr)
+        print_error("simulate", error)
         return 2
     return 0
 
