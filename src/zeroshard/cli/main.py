@@ -19,7 +19,7 @@ COMMANDS = {
     "report": ("zeroshard.cli.report", "write the HTML report of a run again"),
     "export": ("zeroshard.cli.export", "export a checkpoint's weights in Hugging Face format"),
     "inspect": ("zeroshard.cli.inspect", "show the contents of a checkpoint, and verify it"),
-    "migrate": ("zeroshard.cli.migrate", "say what each key of a DeepSpeed configuration becomes"),
+    "migrate": ("zeroshard.integrations.deepspeed.migrate", "say what each key of a DeepSpeed configuration becomes"),
     "presets": ("zeroshard.cli.presets", "list the named models and configurations"),
 }
 

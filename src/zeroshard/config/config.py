@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.config.deepspeed import read_deepspeed
 from zeroshard.config.offload import Offload, check_option_names
 
 PRECISIONS = (None, "fp32", "bf16", "fp16", "fp8")
@@ -235,21 +235,8 @@ class Config:
         >>> Config.from_deepspeed(config, handled=["gradient_clipping"]).stage
         2
         """
-        migration = read_deepspeed(config, **options)
-        migration.check_handled(handled)
-        left = migration.unhandled(handled, options)
-        if left:
-            names = [migrated.key for migrated in left if not migrated.needs]
-            lines = [f"  {migrated.key} = {migrated.value!r}: {migrated.text}" for migrated in left]
-            hint = (
-                f"Take care of them in the script, or accept the difference, and pass handled={names}."
-                if names
-                else "Pass these options."
-            )
-            raise ValueError(
-                "\n".join(["DeepSpeed keys that are not an option of zeroshard and change the numbers:", *lines, hint])
-            )
-        return cls(**{**migration.options, **options})
+        reader = import_module("zeroshard.integrations.deepspeed.reader")  # on first use: it knows another library
+        return cls(**reader.config_options(config, handled, options))
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

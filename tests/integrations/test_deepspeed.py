@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import nn
 import zeroshard
 from zeroshard import Config, Offload
 from zeroshard.cli.main import main
-from zeroshard.cli.migrate import script_lines
-from zeroshard.config.deepspeed import NO_COUNTERPART, NOT_NEEDED, SCRIPT, UNKNOWN, read_deepspeed
+from zeroshard.integrations.deepspeed.migrate import script_lines
+from zeroshard.integrations.deepspeed.reader import NO_COUNTERPART, SCRIPT, UNKNOWN, find_unhandled, read_deepspeed
 
 # All keys of DeepSpeed's documentation and of the classes that read its configuration, each with a value that is on.
 DOCUMENTED: dict[str, Any] = {
@@ -166,32 +167,24 @@ DOCUMENTED: dict[str, Any] = {
 }
 # Those that change the numbers of a run and that zeroshard cannot do.
 LOST = """
-    sequence_parallel_size prescale_gradients gradient_predivide_factor amp expert_parallel sparse_attention elasticity
-    data_efficiency curriculum_learning compression_training progressive_layer_drop quantize_training pipeline
-    weight_quantization data_types.param_dtype data_types.buffer_dtype fp16.fp16_master_weights_and_grads
-    fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis bf16.check_grad_overflow
-    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param zero_optimization.zenflow
+    sequence_parallel_size prescale_gradients amp expert_parallel sparse_attention elasticity data_efficiency
+    curriculum_learning compression_training progressive_layer_drop quantize_training pipeline weight_quantization
+    data_types.param_dtype data_types.buffer_dtype fp16.fp16_master_weights_and_grads fp16.loss_scale_window
+    fp16.hysteresis fp16.consecutive_hysteresis zero_optimization.zero_quantized_nontrainable_weights
+    zero_optimization.zeropp_loco_param zero_optimization.zenflow
 """.split()
 
 
 def test_every_documented_key_is_known_and_none_that_changes_numbers_is_dropped() -> None:
-    migration = read_deepspeed(DOCUMENTED)
-    assert [key.key for key in migration.keys if key.kind == UNKNOWN] == []
-    assert all(key.text for key in migration.keys)
-    lost = {key.key for key in migration.keys if key.kind == NO_COUNTERPART and key.changes_numbers}
+    keys = read_deepspeed(DOCUMENTED)
+    assert [key.key for key in keys if key.kind == UNKNOWN] == []
+    lost = {key.key for key in keys if key.kind == NO_COUNTERPART}
     assert lost == set(LOST)
-    demanded = {key.key for key in migration.unhandled()}
+    demanded = {key.key for key in find_unhandled(keys)}
     assert demanded - lost == {
-        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
-        *(
-            "fp16.loss",
-            "gradient_allreduce_op",
-            "torch_autocast",
-            "gradient_clipping",
-            "tensor_parallel",
-            "dataloader_drop_last",
-        ),
+        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler", "fp16.loss"),
+        *("gradient_allreduce_op", "torch_autocast", "gradient_clipping", "dataloader_drop_last"),
+        "tensor_parallel.autotp_size",
     }
     with pytest.raises(ValueError) as error:
         Config.from_deepspeed(DOCUMENTED)
@@ -202,10 +195,9 @@ def test_every_documented_key_is_known_and_none_that_changes_numbers_is_dropped(
     ("deepspeed", "options"),
     [
         ({}, {"stage": 0, "precision": "fp32"}),
-        ({"zero_optimization": True}, {"stage": 1, "precision": "fp32"}),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, {"stage": 2, "precision": "bf16"}),
         (
-            {"bfloat16": {"enabled": True}, "fp16": {"enabled": "auto"}},
+            {"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}},
             {"stage": 0, "precision": "bf16", "reduce_dtype": "fp32"},
         ),
         (
@@ -217,12 +209,12 @@ def test_every_documented_key_is_known_and_none_that_changes_numbers_is_dropped(
             {"stage": 0, "precision": "bf16", "reduce_dtype": "fp32"},
         ),
         (
-            {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2e8, "stage3_prefetch_bucket_size": 0}},
-            {"stage": 3, "precision": "fp32", "bucket_size": 200_000_000, "prefetch": False},
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2e8, "allgather_bucket_size": 5e8}},
+            {"stage": 3, "precision": "fp32", "bucket_size": 200_000_000},
         ),
         (
-            {"zero_optimization": {"stage": 1, "allgather_bucket_size": 5e8, "reduce_bucket_size": "auto"}},
-            {"stage": 1, "precision": "fp32", "bucket_size": 500_000_000},
+            {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}, "communication_data_type": "bf16"},
+            {"stage": 1, "precision": "fp32"},  # DeepSpeed accumulates in fp32
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}},
@@ -291,27 +283,26 @@ def test_fp16_says_how_its_loss_scale_differs() -> None:
 
 def test_auto_and_wrong_values_are_errors_with_what_to_do() -> None:
     auto = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
-    with pytest.raises(ValueError, match=r'(?s)pass precision="bf16".*pass stage=….*Pass these options'):
+    with pytest.raises(ValueError, match=r"(?s)pass stage=….*pass precision=….*Pass these options"):
         Config.from_deepspeed(auto)
     assert Config.from_deepspeed(auto, precision="bf16", stage=3) == Config(stage=3, precision="bf16")
     both = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "hysteresis": 2}}
-    texts = {key.key: key.text for key in read_deepspeed(both).keys}
-    assert texts["fp16.enabled"] == "see bf16.enabled" and 'precision="fp16") says' in texts["fp16.hysteresis"]
     with pytest.raises(ValueError, match=r"fp16\.hysteresis"):
         Config.from_deepspeed(both, precision="fp16")
+    stage_2 = {"zero_optimization": {"stage": 2}}
     for deepspeed, message in (
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
         ({"zero_optimization": {"stage": 5}}, "stage must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, '"cpu" or "nvme", got \'gpu\''),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path must be the path"),
-        ({"communication_data_type": "int8"}, '"fp32", "bf16" or "fp16", got \'int8\''),
+        ({"communication_data_type": "int8", "bf16": {"enabled": True}, **stage_2}, "reduce_dtype must be .*'int8'"),
         ({"fp16": True}, "fp16 must be a JSON object"),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": "auto"}},
-            "scale_power must be a number, got 'auto': no tool",
-        ),
-        ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "fp16.loss_scale must be a number, got 'auto'"),
-        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size must be a number, got '5e8'"),
+        ({"zero_optimization": True}, "zero_optimization must be a JSON object"),
+        ({"bfloat16": {"enabled": True}}, "did you mean 'bf16'"),
+        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload = True: write offload_optimizer"),
+        ({"fp16": {"enabled": True, "initial_scale_power": "auto"}}, "scale_power is not of the form .* got 'auto'"),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size is not of the form .* got '5e8'"),
+        ({"optimizer": {"params": {}}}, "optimizer is not of the form"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'zero_optimization.overlap_comm'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -331,14 +322,10 @@ def test_a_section_that_is_on_if_it_is_there_is_not_dropped(value: dict[str, Any
     Config.from_deepspeed({"zero_optimization": {"stage": 2, "zenflow": None}})
 
 
-def test_bf16_names_the_overflow_check_that_recent_versions_have_by_default() -> None:
-    def found(**section: Any) -> list[tuple[str, bool]]:
-        keys = read_deepspeed({"bf16": {"enabled": True, **section}}).keys
-        return [(key.kind, key.changes_numbers) for key in keys if key.key == "bf16.check_grad_overflow"]
-
-    assert found() == [(NO_COUNTERPART, False)]  # a NaN in the loss shows itself
-    assert found(check_grad_overflow=True) == [(NO_COUNTERPART, True)]
-    assert found(check_grad_overflow=False) == [(NOT_NEEDED, False)]
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+def test_a_misspelled_key_of_a_section_that_is_off_is_not_dropped(section: str) -> None:
+    with pytest.raises(ValueError, match=f"{section}.enabld = True: not a key .* did you mean '{section}.enabled'"):
+        Config.from_deepspeed({section: {"enabld": True}})
 
 
 def test_a_file_is_read_as_json_without_duplicate_keys(tmp_path: Path) -> None:
@@ -360,7 +347,7 @@ def test_a_file_is_read_as_json_without_duplicate_keys(tmp_path: Path) -> None:
         ({"type": "Adam"}, torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3, weight_decay=0.0)),
         (
             {"type": "Adam", "params": {"adam_w_mode": False, "betas": [0.8, 0.9], "weight_decay": 0.1}},
-            torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1e-3, betas=(0.8, 0.9), weight_decay=0.1),
+            torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1e-3, betas=[0.8, 0.9], weight_decay=0.1),  # type: ignore[arg-type]
         ),
         (
             {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.5}},
@@ -373,79 +360,53 @@ def test_a_file_is_read_as_json_without_duplicate_keys(tmp_path: Path) -> None:
     ],
 )
 def test_the_optimizer_to_write_is_deepspeeds(section: dict[str, Any], written: torch.optim.Optimizer) -> None:
-    (key,) = (key for key in read_deepspeed({"optimizer": section}).keys if key.key == "optimizer")
+    (key,) = (key for key in read_deepspeed({"optimizer": section}) if key.key == "optimizer")
     names: dict[str, Any] = {"torch": torch, "model": nn.Linear(1, 1)}
-    exec(key.before_shard, names)
+    exec(key.text, names)
     assert type(names["optimizer"]) is type(written)
     assert names["optimizer"].defaults == written.defaults
 
 
 def test_compressed_optimizers_have_no_counterpart() -> None:
-    (key,) = (key for key in read_deepspeed({"optimizer": {"type": "OneBitAdam"}}).keys if key.key == "optimizer")
+    (key,) = (key for key in read_deepspeed({"optimizer": {"type": "OneBitAdam"}}) if key.key == "optimizer")
     assert key.kind == NO_COUNTERPART and key.changes_numbers
 
 
-def deepspeed_rates(kind: str, steps: int, **given: Any) -> list[float]:
+def deepspeed_rates(kind: str, n: int, total: int) -> list[float]:
     """The learning rates of DeepSpeed's schedulers, by its definition: before step t, the iteration is t - 1."""
-    n, total, kind_of_warmup = (
-        given["warmup_num_steps"],
-        given.get("total_num_steps", 0),
-        given.get("warmup_type", "log"),
-    )
-    low, high = given.get("warmup_min_lr", 0.0), given.get("warmup_max_lr", 0.01)
-    rates = []
-    for iteration in range(-1, steps - 1):
-        if iteration < 0:
-            rates.append(0.0 if kind == "WarmupCosineLR" else low)
-            continue
-        warm = math.log(iteration + 1) / math.log(n) if kind_of_warmup == "log" else iteration / n
-        if kind == "WarmupCosineLR":
-            least, end = given.get("warmup_min_ratio", 0.0), given.get("cos_min_ratio", 0.0001)
-            progress = min(1.0, (iteration - n + 1) / (total - n))
-            cosine = end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2
-            rates.append(0.01 * (least + (1 - least) * warm if iteration < n else cosine))
-        else:
-            decay = max(0.0, (total - iteration) / (total - n)) if kind == "WarmupDecayLR" else 1.0
-            rates.append(low + (high - low) * (warm if iteration < n else decay))
+    rates = [0.0]
+    for iteration in range(13):
+        decay = max(0.0, (total - iteration) / (total - n))
+        cosine = 0.0001 + 0.9999 * (1 + math.cos(math.pi * min(1.0, (iteration - n + 1) / (total - n)))) / 2
+        after = {"warmup_lr": 1.0, "warmup_decay_lr": decay, "warmup_cosine_lr": cosine}[kind]
+        rates.append(math.log(iteration + 1) / math.log(n) if iteration < n else after)
     return rates
 
 
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        ("WarmupLR", {"warmup_num_steps": 5}),
-        ("WarmupLR", {"warmup_num_steps": 5, "warmup_type": "linear", "warmup_min_lr": 0.001, "warmup_max_lr": 0.01}),
-        ("WarmupDecayLR", {"warmup_num_steps": 4, "total_num_steps": 12, "warmup_max_lr": 0.01}),
-        ("WarmupDecayLR", {"warmup_num_steps": 4, "total_num_steps": 9, "warmup_min_lr": 0.002, "warmup_max_lr": 0.01}),
-        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 12}),
-        (
-            "WarmupCosineLR",
-            {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2},
-        ),
-    ],
-)
-def test_the_scheduler_to_write_has_deepspeeds_rates(kind: str, given: dict[str, Any]) -> None:
-    migration = read_deepspeed({"scheduler": {"type": kind, "params": given}})
-    (key,) = (key for key in migration.keys if key.key == "scheduler")
+@pytest.mark.parametrize("kind", ["warmup_lr", "warmup_decay_lr", "warmup_cosine_lr"])
+def test_the_schedulers_on_the_page_have_deepspeeds_rates(kind: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-deepspeed.md").read_text(encoding="utf-8")
+    code = page.partition("## Schedulers")[2].partition("```python\n")[2].partition("```")[0]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01)
     names: dict[str, Any] = {"torch": torch, "optimizer": optimizer}
-    exec(key.after_shard, names)
-    rates = []
-    for _ in range(14):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        names["scheduler"].step()
-    assert rates == pytest.approx(deepspeed_rates(kind, 14, **given))
+    exec(code, names)
+    found = [names[kind](step) for step in range(14)]
+    assert found == pytest.approx(deepspeed_rates(kind, names["n"], names["total"]))
 
 
-def test_the_script_that_the_command_prints_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-deepspeed.md").read_text(encoding="utf-8")
+    names = {key.key.rpartition(".")[2] for key in read_deepspeed(DOCUMENTED)}
+    assert [name for name in sorted(names - {"loss"}) if not re.search(rf"\b{name}\b", page)] == []
+
+
+def test_the_calls_that_the_command_prints_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deepspeed = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
@@ -453,19 +414,13 @@ def test_the_script_that_the_command_prints_trains(tmp_path: Path, capsys: pytes
     path.write_text(json.dumps(deepspeed))
     assert main(["migrate", str(path)]) == 0
     printed = capsys.readouterr().out
-    script = script_lines(read_deepspeed(path), path)
-    assert all(line in printed for line in script)
-    setup, _, loop = "\n".join(script).partition("# in the loop")
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
-    names: dict[str, Any] = {"torch": torch, "zeroshard": zeroshard, "model": model}
-    exec(setup, names)
+    assert "optimizer.clip_grad_norm_(0.5) before optimizer.step()" in printed
+    model = nn.Linear(4, 4)
+    names: dict[str, Any] = {"zeroshard": zeroshard, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    calls = script_lines(read_deepspeed(path), path)
+    assert all(line in printed for line in calls)
+    exec("\n".join(calls), names)
     assert names["config"] == Config(stage=2, precision="bf16", offload="host")
-    before = zeroshard.full_parameter(model, "0.0.weight").clone()
-    for _ in range(3):  # the first two have a rate of 0
-        names["loss"] = model(torch.ones(2, 4)).float().pow(2).mean()
-        exec(f"# {loop}", names)
-    assert not torch.equal(zeroshard.full_parameter(model, "0.0.weight"), before)
     zeroshard.unwrap(model)
 
 
@@ -476,7 +431,8 @@ def test_the_command_fails_for_what_it_cannot_do_and_suggests_to_handle_only_the
     path.write_text(json.dumps({"weight_quantization": {"enabled": True}, "gradient_clipping": 1.0}))
     assert main(["migrate", str(path)]) == 1
     printed = capsys.readouterr().out
-    assert "CHANGES THE NUMBERS. quantized weights are not supported" in printed
+    assert "without a counterpart:\n  weight_quantization = " in printed
+    assert "quantized weights are not supported" in printed
     assert "handled=['gradient_clipping']" in printed
     assert main(["migrate", str(path), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
@@ -486,19 +442,11 @@ def test_the_command_fails_for_what_it_cannot_do_and_suggests_to_handle_only_the
     assert "No such file" in capsys.readouterr().err
 
 
-def test_quantized_collectives_say_how_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_collectives_are_checked_with_the_other_options() -> None:
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **keys}, "bf16": {"enabled": True}}))
-    assert main(["migrate", str(path)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "with a scale for each 64 elements" in printed and "Master weights stay exact" in printed
-    assert "summed in fp32. DeepSpeed sends 4 bits" in printed
-    assert 'gather_dtype="int8", reduce_wire="int8"' in printed
-    migrated = {key.key: key for key in read_deepspeed(path).keys}
-    assert all(migrated[f"zero_optimization.{key}"].changes_numbers for key in keys)
+    deepspeed = {"zero_optimization": {"stage": 3, **keys}, "bf16": {"enabled": True}}
     with pytest.raises(ValueError, match="reduce_wire='int8' sends gradients in 8 bits, but reduce_dtype asks for"):
-        Config.from_deepspeed(path, reduce_dtype="fp32")
+        Config.from_deepspeed(deepspeed, reduce_dtype="fp32")
     with pytest.raises(ValueError, match="gather_dtype='int8' needs stage=3"):
         Config.from_deepspeed({"zero_optimization": {"stage": "auto", **keys}}, stage=2, gather_dtype="int8")
 
