@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=positive_int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--steps", type=positive_int, default=5, metavar="K", help="optimizer steps (default: 5)")
     parser.add_argument(
-        "--timeout", type=_positive_seconds, default=600.0, metavar="SECONDS", help="for all of it (default: 600)"
+        "--timeout", type=positive_int, default=600, metavar="SECONDS", help="for all of it (default: 600)"
     )
     parser.add_argument("--strict", action="store_true", help="exit status 1 also for warnings")
     parser.add_argument(
@@ -90,21 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script", metavar="SCRIPT", help="the training script; options of the rehearsal go before it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, passed unchanged")
     return parser
-
-
-def _positive_seconds(text: str) -> float:
-    """Parse a positive number of seconds.
-
-    >>> _positive_seconds("2.5")
-    2.5
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds (got {text!r})")
-    return seconds
 
 
 def _usage_error(options: argparse.Namespace) -> str | None:
@@ -183,7 +168,7 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
         disagreement = error if error.startswith("RanksDisagreeError: ") else ""
         outcome.checks = run_checks(outcome.records, options.ranks, options.steps, disagreement)
         if not outcome.failure and ending.is_timeout:
-            outcome.failure = f"the script did not end within {options.timeout:g} s (--timeout)"
+            outcome.failure = f"the script did not end within {options.timeout} s (--timeout)"
             outcome.failure += "".join(_stacks(directory, outcome))
     return outcome
 
@@ -320,7 +305,7 @@ def to_dict(outcome: RehearsalOutcome) -> dict[str, Any]:
     records = [asdict(record) for record in outcome.records]
     for record in records:
         for model in record["models"]:
-            for checksums in ("values", "batches", "start"):
+            for checksums in ("values", "batches"):
                 del model[checksums]
     return {
         "script": outcome.script,
@@ -344,12 +329,12 @@ def render_text(outcome: RehearsalOutcome) -> str:
     lines.append(f"rehearsal of {outcome.script}: {_describe_ranks(outcome)}{backend and ', '}{backend}")
     first = next((record for record in outcome.records if record.models), None)
     for model in first.models if first is not None else ():
-        lines.append(f"{model.name}: stage {model.stage}, precision {model.precision}, {_psi(model.parameter_bytes)}")
+        parameters = f"{format_bytes(model.parameter_bytes)} of parameters"
+        lines.append(f"{model.name}: stage {model.stage}, precision {model.precision}, {parameters}")
     lines += [f"note: {note}" for note in outcome.notes]
     name_width = max((len(check.name) for check in outcome.checks), default=0) + 2
     lines += ["", *(_check_line(check, name_width) for check in outcome.checks), ""]
-    if any(model.held for record in outcome.records for model in record.models):
-        lines += [*_memory_table(outcome.records), ""]
+    lines += [*_held_lines([record for record in outcome.records if record.models]), ""]
     failed = [check.name for check in outcome.checks if check.status == FAILED]
     if outcome.has_passed:
         warned = f", with a warning about {', '.join(check.name for check in outcome.warnings)}"
@@ -380,27 +365,16 @@ def _describe_ranks(outcome: RehearsalOutcome) -> str:
     return f"{ranks}, one per GPU"
 
 
-def _psi(nbytes: int) -> str:
-    return f"{format_bytes(nbytes)} of parameters"
-
-
-def _memory_table(records: list[RankRecord]) -> Iterator[str]:
-    """Yield a table of what each rank held after its last step; ranks with the same bytes share a row."""
-    keys = list(dict.fromkeys(key for record in records for model in record.models for key in model.held))
-    has_gpu = any(record.allocated for record in records)
-    rows: dict[tuple[int, ...], list[RankRecord]] = {}
+def _held_lines(records: list[RankRecord]) -> Iterator[str]:
+    """Yield what each rank held after its last step; ranks with the same bytes share a line."""
+    ranks_by_text: dict[str, list[RankRecord]] = {}
     for record in records:
-        held = tuple(sum(model.held.get(key, 0) for model in record.models) for key in keys)
-        rows.setdefault(held, []).append(record)
-    heads = [key.removesuffix(", device") for key in keys]
-    heads += ["peak, ours", *(["allocated", "reserved"] if has_gpu else []), "host process"]
-    cells = []
-    for held, same in rows.items():
-        peak = max(sum(model.peak for model in record.models) for record in same)
-        gpu = [max(record.allocated for record in same), max(record.reserved for record in same)] if has_gpu else []
-        cells.append([*map(format_bytes, (*held, peak, *gpu, max(record.host for record in same)))])
-    who = [name_ranks(record.rank for record in same) for same in rows.values()]
-    widths = [max(len(head), *(len(row[column]) for row in cells)) for column, head in enumerate(heads)]
-    first_width = max(map(len, ("held per rank", *who)))
-    for label, row in zip(("held per rank", *who), (heads, *cells), strict=True):
-        yield "  ".join([f"{label:<{first_width}}", *(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True))])
+        held = [item for model in record.models for item in model.held.items()]
+        texts = [f"{key.removesuffix(', device')} {format_bytes(nbytes)}" for key, nbytes in held]
+        texts.append(f"peak {format_bytes(sum(model.peak for model in record.models))}")
+        ranks_by_text.setdefault(", ".join(texts), []).append(record)
+    for text, same in ranks_by_text.items():
+        gpu = max(record.allocated for record in same)
+        allocated = f", allocated {format_bytes(gpu)}" if gpu else ""
+        host = format_bytes(max(record.host for record in same))
+        yield f"held on {name_ranks(record.rank for record in same)}: {text}{allocated}, host process {host}"

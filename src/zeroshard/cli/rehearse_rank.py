@@ -20,9 +20,8 @@ step raises again, and the launcher kills what still runs after some seconds: th
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import faulthandler
-import hashlib
 import inspect
 import json
 import os
@@ -33,6 +32,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,19 +47,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
 from zeroshard.comm import RanksDisagreeError
-from zeroshard.engine import Engine, FlatParam
+from zeroshard.engine import Engine, FlatParam, Unit
 from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
-from zeroshard.planner import WholeOwners, WholeParamSpec, count_states
+from zeroshard.planner import PredictedMemory, plan_sizes
+from zeroshard.sharding import ShardPlan, UnitSpec
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in
 
@@ -74,12 +71,11 @@ NCCL_ON_SHARED_GPU = {
     "NCCL_SOCKET_NTHREADS": "2",
     "NCCL_NSOCKS_PERTHREAD": "4",
 }
+OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 END_FILE = "end"  # the launcher creates it when all ranks have made their steps
 MAX_BATCHES = 64  # forwards whose inputs are compared
 MAX_COMPARED_STEPS = 10  # first steps whose values are compared; of later ones, only the last
 MAX_NOT_FINITE = 100  # values that are listed
-CHUNK_WORDS = 2**18  # of 4 bytes: a checksum needs little memory
-CHECKSUM_MODULUS = 2**52 - 47
 POLL_SECONDS = 0.05
 
 
@@ -182,20 +178,12 @@ def _end_with_launcher(launcher: int) -> None:
 
 
 def _shorten_traceback(error: BaseException) -> None:
-    """Remove the frames before the script's first; of a RanksDisagreeError, which says it all, those after its last."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        frames = frames.tb_next
-    if frames is not None:
-        error.__traceback__ = frames
-    if isinstance(error, RanksDisagreeError) and frames is not None:
-        libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
-        last = frames
-        while frames is not None:
-            last = last if frames.tb_frame.f_code.co_filename.startswith(libraries) else frames
-            frames = frames.tb_next
-        last.tb_next = None
-        error.__cause__, error.__suppress_context__ = None, True
+    """Remove the frames before the script's first, and what a RanksDisagreeError comes from: it says it all."""
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename in OWN_FILES:
+        error.__traceback__ = error.__traceback__.tb_next
+    if isinstance(error, RanksDisagreeError):
+        error.__cause__ = None
+        error.__suppress_context__ = True
 
 
 class RankRecorder:
@@ -206,7 +194,7 @@ class RankRecorder:
         self._directory, self._settings = directory, settings
         self._sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[ModelRecord, Engine]]
         self._sharded = weakref.WeakKeyDictionary()
-        self._is_sharding = False  # shard() steps copies of an optimizer to test it
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -214,21 +202,25 @@ class RankRecorder:
         auto: Any = import_module("zeroshard.auto")  # where shard() finds ``shard_model``
         shard_model, init_process_group = auto.shard_model, dist.init_process_group
         modules: tuple[Any, ...] = (dist, distributed_c10d, device_mesh)
-        handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
         auto.shard_model = partial(self._shard_model, shard_model)
         for module in modules:
             module.init_process_group = partial(self._init_process_group, init_process_group)
+        self._add_hooks()
         try:
             yield
         finally:
             auto.shard_model = shard_model
             for module in modules:
                 module.init_process_group = init_process_group
-            for handle in handles:
-                handle.remove()
+            self._remove_hooks()
+
+    def _add_hooks(self) -> None:
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # -- what is replaced ---------------------------------------------------------------------------------------
 
@@ -257,21 +249,17 @@ class RankRecorder:
         """Shard a model and begin its record."""
         if args and isinstance(args[0], (list, tuple)):
             raise ValueError(f"zeroshard rehearse checks a model with one optimizer, got a list of {len(args[0])}")
-        start = _checksum_weights(model) if isinstance(model, nn.Module) else None
-        self._is_sharding = True
+        self._remove_hooks()  # shard() steps copies of unknown optimizers to test them, but only without hooks
         try:
-            with _without_hooks_of(self):
-                sharded, optimizer = shard_model(model, *args, **kwargs)
+            sharded, optimizer = shard_model(model, *args, **kwargs)
         finally:
-            self._is_sharding = False
+            self._add_hooks()
         engine: Engine = vars(model)["_zeroshard"].engine
         record = _begin_record(model, engine)
-        record.start = start
         if optimizer is not None:
             self._sharded[optimizer] = record, engine
-            record.predicted, record.peak_bound = predict_bytes(engine, optimizer)
+            _record_plan(record, engine, optimizer)
         self.record.models.append(record)
-        self.record.device = str(engine.comm.device)
         model.register_forward_pre_hook(partial(_record_batch, record), prepend=True, with_kwargs=True)
         self.write()
         return sharded, optimizer
@@ -284,8 +272,6 @@ class RankRecorder:
         sharded = self._sharded.get(optimizer)
         if sharded is not None:
             record, engine = sharded
-            has_closure = len(args) > 1 or kwargs.get("closure") is not None
-            record.backwards = None if has_closure else engine.backward_count
             _record_values(record, engine, f"before step {record.steps + 1}")
             if record.steps > MAX_COMPARED_STEPS:
                 record.values.pop(f"before step {record.steps}", None)
@@ -295,13 +281,13 @@ class RankRecorder:
         if sharded is not None:
             record, engine = sharded
             record.steps += 1
-            _record_step(record, engine, optimizer)
+            _record_step(record, engine)
             if record.steps >= self._settings.steps:
                 if engine.context.config.offload is None:  # else the update still runs
                     _record_values(record, engine, f"after step {record.steps}")
                 self._finish()
             self.write()
-        elif not self.record.models and not self._is_sharding:
+        elif not self.record.models:
             self.record.plain_steps += 1
             if self.record.plain_steps >= self._settings.steps:
                 self._finish()
@@ -326,7 +312,7 @@ class RankRecorder:
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         record.host = usage * (1 if sys.platform == "darwin" else 1024)
         if self._settings.gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            record.allocated, record.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            record.allocated = torch.cuda.max_memory_allocated()
         path = self._directory / f"{record.rank}.json"
         path.with_suffix(".writing").write_text(record.to_json())
         path.with_suffix(".writing").replace(path)
@@ -340,18 +326,40 @@ def _begin_record(model: nn.Module, engine: Engine) -> ModelRecord:
     data_rank = 0
     for axis in (comm.average_axis, *comm.data_axes):
         data_rank = data_rank * axis.size + axis.rank
+    shard_rank = comm.shard_axis.rank if engine.context.placement.parameters else 0
     return ModelRecord(
         type(model).__name__,
         config.stage,
         config.precision or "as the model's",
         parameter_bytes=sum(sum(flat.layout.numels) * flat.dtype.itemsize for flat in _flats(engine)),
-        data_ranks=comm.data_parallel_size,
         data_rank=data_rank,
-        shard_rank=comm.shard_axis.rank,
         tensor_rank=comm.tensor_axis.rank,
-        replica=comm.average_axis.rank,
-        is_partitioned=engine.context.placement.parameters and comm.shard_axis.size > 1,
+        part=f"replica {comm.average_axis.rank}, shard {shard_rank}, tensor {comm.tensor_axis.rank}",
     )
+
+
+def _flats(engine: Engine) -> list[FlatParam]:
+    return [flat for unit in engine.units for flat in unit.flats]
+
+
+def _record_plan(record: ModelRecord, engine: Engine, optimizer: ShardedOptimizer) -> None:
+    """Record the bytes of states and the peak that the planner predicts for this shard plan."""
+    units = [UnitSpec(unit.name, [], [], 0, is_block=False) for unit in engine.units]
+    sizes = plan_sizes(
+        ShardPlan(units, [[flat.spec for flat in unit.flats] for unit in engine.units]),
+        engine.context.config,
+        engine.context.placement,
+        optimizer_states=state_bytes_per_element(optimizer.inner) // 4,
+        on_gpu=engine.comm.device.type == "cuda",
+    )
+    memory = PredictedMemory.from_sizes(sizes)
+    planned = {(kind, "device"): nbytes for kind, nbytes in memory.states.items()} | memory.offloaded
+    routing = optimizer.routing()
+    if routing.whole or routing.matrices:  # each rank has other states
+        planned = {key: nbytes for key, nbytes in planned.items() if key[0] != "optimizer states"}
+    else:
+        record.planned_peak = memory.peak_bytes
+    record.planned = {f"{kind}, {tier}": nbytes for (kind, tier), nbytes in planned.items()}
 
 
 @torch._compile._disable_dynamo
@@ -361,81 +369,48 @@ def _record_batch(record: ModelRecord, module: nn.Module, args: tuple[Any, ...],
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
         with suppress(RuntimeError):  # inside vmap, a tensor has no bytes
             if inputs:
-                record.batches.append(_digest([(str(tensor.shape), checksum(tensor)) for tensor in inputs]))
+                text = repr([(tensor.shape, checksum(tensor)) for tensor in inputs])
+                record.batches.append(zlib.crc32(text.encode()))
 
 
-@torch.no_grad()
-def _record_step(record: ModelRecord, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+def _record_step(record: ModelRecord, engine: Engine) -> None:
     """Record what this rank holds after a step, and what it has communicated."""
     counters, tracker = engine.comm.counters, engine.context.tracker
     record.events = engine.order.event_count
-    record.traffic = {kind: (traffic.count, traffic.bytes) for kind, traffic in counters.total.items()}
-    record.step_traffic = {kind: (traffic.count, traffic.bytes) for kind, traffic in counters.last_step.items()}
-    record.formula_traffic = {} if record.backwards is None else formula_traffic(engine, record.backwards)
-    kinds = {key.partition(", ")[0] for key in record.predicted}
+    record.collectives = {kind: traffic.count for kind, traffic in counters.total.items()}
+    record.last_step = {kind: (traffic.count, traffic.bytes) for kind, traffic in counters.last_step.items()}
+    kinds = {key.partition(", ")[0] for key in record.planned}
     held = {f"{kind}, {tier}": nbytes.now for (kind, tier), nbytes in list(tracker.by_kind.items()) if kind in kinds}
     record.held = {key: nbytes for key, nbytes in held.items() if nbytes}
-    record.peak = tracker.total.peak - sum(tracker.get(kind).peak for kind in ("activations", "outer optimizer"))
-    record.options = repr([_plain_options(group) for group in optimizer.param_groups])
-    shards = []
-    for flat, gradient in engine.gradients.flat_grads.items():
-        if gradient.has_shard and gradient.is_offloaded:
-            _add_once(record.unread, "gradients")
-        elif gradient.has_shard and gradient.shard is not None:
-            _add_once(record.read, "gradients")
-            shards.append((flat, gradient.shard))
-    flags = [torch.isfinite(shard).all() for _, shard in shards]
-    for (flat, _), is_finite in zip(shards, torch.stack(flags).tolist() if flags else (), strict=True):
-        if not is_finite and len(record.not_finite) < MAX_NOT_FINITE:
-            record.not_finite.append(f"a gradient of {flat.names[0]!r} or its neighbours in step {record.steps}")
-
-
-def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.tolist() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params" and isinstance(value, (torch.Tensor, int, float, str, tuple, list, type(None)))
-    }
+    record.peak = tracker.total.peak - tracker.get("activations").peak
 
 
 @torch.no_grad()
 def _record_values(record: ModelRecord, engine: Engine, when: str) -> None:
-    """Record checksums of the values that other ranks have too, and whether all values are finite."""
-    has_copies = engine.comm.data_parallel_size > (engine.comm.shard_axis.size if record.is_partitioned else 1)
-    results: list[tuple[str, torch.Tensor]] = []
+    """Record checksums of this rank's values, and whether all trained ones are finite."""
+    checksums: dict[str, list[int]] = {}
     for unit in engine.units:
         if unit.state.name == "UNSHARDING" and not unit.is_partitioned:
             unit.wait_for_unshard()
         for flat in unit.flats:
+            # a frozen parameter may be infinite on purpose, such as a mask, and in a dtype without arithmetic
             is_trained = flat.spec.is_trainable
-            found = _values(flat, unit.is_partitioned, unit.state.name == "UNSHARDED")
+            found = _values(flat, unit)
             if is_trained:
-                _add_once(record.unread if found is None else record.read, "parameters")
+                record.has_read |= found is not None
+                record.is_offloaded |= found is None
             for name, values in found or ():
-                # a frozen parameter may be infinite on purpose, such as a mask, and in a dtype without arithmetic
-                is_finite = torch.isfinite(values).all() if is_trained else torch.ones((), device=values.device)
-                zero = torch.zeros((), dtype=torch.int64, device=values.device)
-                number = checksum_tensor(values) if has_copies else zero
-                results.append((name, torch.stack([number, is_finite.to(torch.int64)])))
-    checksums: dict[str, list[int]] = {}
-    for name, result in results:
-        checksum_value, finite_flag = result.tolist()
-        checksums.setdefault(name, []).append(checksum_value)
-        if not finite_flag and len(record.not_finite) < MAX_NOT_FINITE:
-            record.not_finite.append(f"{name!r} {when}")
-    record.values[when] = {name: _digest(numbers) for name, numbers in checksums.items()} if has_copies else {}
+                checksums.setdefault(name, []).append(checksum(values))
+                if is_trained and not record.not_finite and not torch.isfinite(values).all():
+                    record.not_finite.append(f"{name!r} {when}")
+    record.values[when] = checksums
 
 
-def _add_once(kinds: list[str], kind: str) -> None:
-    if kind not in kinds:
-        kinds.append(kind)
-
-
-def _values(flat: FlatParam, is_partitioned: bool, is_unsharded: bool) -> list[tuple[str, torch.Tensor]] | None:
+def _values(flat: FlatParam, unit: Unit) -> list[tuple[str, torch.Tensor]] | None:
     """Return names and full parameters, or this rank's shards if they are partitioned; None if they cannot be read."""
-    if is_partitioned and not _is_away(flat):
+    if unit.is_partitioned and not _is_away(flat):
         return [(flat.names[index], values) for index, _, values in flat.owned_slices()]
-    if is_unsharded and not is_partitioned:
+    if unit.state.name == "UNSHARDED" and not unit.is_partitioned:
         return [(name, flat.full[flat.layout.range_of_param(index).slice]) for index, name in enumerate(flat.names)]
     return None
 
@@ -447,134 +422,13 @@ def _is_away(flat: FlatParam) -> bool:
     return is_on_disk or flat.pending_update is not None
 
 
-@contextmanager
-def _without_hooks_of(owner: object) -> Iterator[None]:
-    """Remove an object's hooks on every optimizer's step: shard() tries unknown optimizers only without hooks."""
-    removed: list[tuple[Any, dict[int, Any]]] = []
-    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-        own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
-        removed.append((hooks, own))
-        for key in own:
-            del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, own in removed:
-            hooks.update(own)
-
-
-# ------------------------------------------------------------------------------------------------- formulas
-
-
-def _flats(engine: Engine) -> list[FlatParam]:
-    return [flat for unit in engine.units for flat in unit.flats]
-
-
-def formula_traffic(engine: Engine, backwards: int) -> dict[str, int]:
-    """Return the bytes of a step with so many forwards and backwards, by kind of collective.
-
-    As in the paper, which counts the output of an all-gather, the input of a reduce-scatter and twice an all-reduce.
-    Empty in stage 3 if parameters are frozen: backward may not need them, and gathers some apart from trained ones.
-    """
-    comm, placement = engine.comm, engine.context.placement
-    trained = [flat for flat in _flats(engine) if flat.spec.is_trainable]
-    if placement.parameters and len(trained) < len(_flats(engine)):
-        return {}
-    gathers, reductions = placement.collectives_per_step(backwards)
-    gathered_bytes, traffic = 0, dict[str, int]()
-    if comm.shard_axis.size > 1:
-        gathered = _flats(engine) if placement.parameters else trained
-        gathered_bytes = sum(flat.spec.gather_bytes for flat in gathered)
-        has_averaged = engine.context.config.local_steps > 1 and engine.state_guard.replica_steps.are_replicas_equal
-        traffic["all-gather"] = (gathers + (has_averaged and not placement.parameters)) * gathered_bytes
-        traffic["reduce-scatter"] = reductions * sum(flat.spec.reduce_bytes[0] for flat in trained)
-    if comm.shard_axis.factors is not None:  # [Note: two hops]
-        inner = comm.shard_axis.factors[1].size
-        gathers, reductions = placement.outer_collectives_per_step(backwards)
-        traffic["outer all-gather"] = gathers * gathered_bytes // inner
-        traffic["outer reduce-scatter"] = reductions * sum(flat.spec.reduce_bytes[-1] for flat in trained)
-    if comm.replicate_axes:
-        shards = sum(flat.layout.shard_numel * flat.spec.reduce_dtype.itemsize for flat in trained)
-        traffic["all-reduce"] = 2 * len(comm.replicate_axes) * reductions * shards
-    return traffic
-
-
-def predict_bytes(engine: Engine, optimizer: ShardedOptimizer) -> tuple[dict[str, int], int]:
-    """Return the bytes of states by "kind, tier" from the shard plan, and the bound of the peak on the device.
-
-    The bound is that of docs/architecture.md, "Memory of a step", without activations.
-    """
-    specs, config = [flat.spec for flat in _flats(engine)], engine.context.config
-    states, routing, step_bytes = state_bytes_per_element(optimizer.inner) // 4, optimizer.routing(), 0
-    owned_bytes = None
-    if routing.whole or routing.matrices:
-        group_of = {name: number for number, names in enumerate(optimizer.group_param_names) for name in names}
-        whole = {
-            name: WholeParamSpec.from_measured(param.elements, param.state_bytes, 0.0, group_of[name])
-            for name, param in routing.whole.items()
-        }
-        for name, matrix in routing.matrices.items():
-            whole[name] = WholeParamSpec(matrix.elements, 1.0, matrix.flops, group_of[name], is_on_shards=True)
-        owners = WholeOwners(specs, whole, engine.comm.shard_axis.size, config.bucket_size)
-        owned_bytes = owners.state_bytes(engine.comm.shard_axis.rank, states)
-        step_bytes = owners.step_buffer_bytes([spec for spec in specs if spec.is_optimized])
-    on_device, offloaded = count_states(specs, engine.context.placement, states, owned_bytes)
-    predicted = {f"{kind}, device": nbytes for kind, nbytes in on_device.items()}
-    predicted |= {f"{kind}, {tier}": nbytes for (kind, tier), nbytes in offloaded.items()}
-    trained = [spec for spec in specs if spec.is_trainable]
-    unit_bytes, payload_bytes = 0, 0
-    if engine.context.placement.parameters:
-        unit_bytes = max((unit.full_bytes for unit in engine.units), default=0)
-        payloads = (sum(flat.spec.gather_buffer_bytes for flat in unit.flats) for unit in engine.units)
-        payload_bytes = max(payloads, default=0)
-    grad_bytes = max(
-        (
-            sum(flat.layout.numel * flat.dtype.itemsize for flat in unit.flats if flat.spec.is_trainable)
-            for unit in engine.units
-        ),
-        default=0,
-    )
-    needs_receive_buffer, shard_count = engine.comm.needs_receive_buffer, engine.comm.shard_axis.size
-    slot_bytes = max(
-        (
-            (bucket.numel * (1 + 1 / shard_count) + received) * spec.reduce_dtype.itemsize
-            for spec in trained
-            for bucket, received in zip(spec.layout.buckets, spec.receive_numels(needs_receive_buffer), strict=True)
-        ),
-        default=0,
-    )
-    ring_bytes = config.ring * 4 * slot_bytes / 3
-    step_bytes = max(step_bytes, 4 * min(sum(spec.layout.shard_numel for spec in trained), config.bucket_size))
-    feedback_bytes = 0
-    if config.error_feedback:
-        sent = [spec for spec in trained if spec.reduce_wire is not None]
-        feedback_bytes = sum(spec.layout.numel * spec.reduce_dtype.itemsize for spec in sent)
-    bound = (
-        sum(on_device.values())
-        + feedback_bytes
-        + sum(spec.inner_sum_bytes for spec in trained)
-        + max(2 * unit_bytes + 2 * payload_bytes + 2 * grad_bytes + ring_bytes, step_bytes)
-    )
-    return predicted, int(bound)
-
-
-# ------------------------------------------------------------------------------------------------ checksums
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of a tensor can be read where it is."""
     has_storage = isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor)
     return has_storage and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
 
 
-def _checksum_weights(model: nn.Module) -> str | None:
-    """Return a checksum of all parameters of a model; None if some cannot be read, as on the meta device."""
-    parameters = dict(model.named_parameters())
-    if any(not _is_plain(parameter) for parameter in parameters.values()):
-        return None
-    return _digest([(name, checksum(parameter)) for name, parameter in parameters.items()])
-
-
+@torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor's bytes that depends on their order.
 
@@ -583,23 +437,6 @@ def checksum(tensor: torch.Tensor) -> int:
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
     False
     """
-    return int(checksum_tensor(tensor).item())
-
-
-@torch.no_grad()
-def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of :func:`checksum` as a tensor on the same device: it does not wait for the device."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach().as_subclass(torch.Tensor)
-    data = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    length = data.numel() // 4 * 4
-    words = data[:length] if data.storage_offset() % 4 == 0 else data[:length].clone()
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    # at most 2^18 words below 2^31, times weights up to 2^10: the sum fits into 64 bits
-    for piece in (*torch.split(words.view(torch.int32), CHUNK_WORDS), data[length:]):
-        weights = torch.arange(piece.numel(), device=data.device) * 40503 % 1021 + 1
-        total = (total * 257 + (piece.to(torch.int64) * weights).sum()) % CHECKSUM_MODULUS
-    return total
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach().as_subclass(torch.Tensor)
+    data = local.resolve_conj().resolve_neg().cpu().contiguous()
+    return zlib.crc32(ctypes.string_at(data.data_ptr(), data.nbytes))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zeroshard.planner.machines.presets import MACHINE_PRESETS
     from zeroshard.planner.plan_json import plan_to_dict, plans_to_dict
     from zeroshard.planner.plans import Plan, Plans, plan
-    from zeroshard.planner.state_sizes import PredictedMemory, WholeOwners, count_states, predict_memory
+    from zeroshard.planner.state_sizes import PredictedMemory, plan_sizes, predict_memory
     from zeroshard.planner.strategy import Strategy
     from zeroshard.planner.tracing.inputs import Inputs, LossFn, model_arguments
     from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode, UntraceableError
@@ -36,13 +36,12 @@ __all__ = [
     "PredictedTraffic",
     "Strategy",
     "UntraceableError",
-    "WholeOwners",
     "WholeParamSpec",
     "calibrate",
-    "count_states",
     "find_whole_params",
     "model_arguments",
     "plan",
+    "plan_sizes",
     "plan_to_dict",
     "plans_to_dict",
     "predict_memory",
@@ -58,7 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "machines.presets": "MACHINE_PRESETS",
         "plan_json": "plan_to_dict plans_to_dict",
         "plans": "Plan Plans plan",
-        "state_sizes": "PredictedMemory WholeOwners count_states predict_memory",
+        "state_sizes": "PredictedMemory plan_sizes predict_memory",
         "strategy": "Strategy",
         "tracing.inputs": "Inputs LossFn model_arguments",
         "tracing.trace_model": "CHECKPOINT_MODES CheckpointMode UntraceableError",

@@ -60,6 +60,21 @@ class PredictedMemory:
     offloaded: dict[tuple[str, str], int] = field(default_factory=dict)
     """Offloaded from the first step on, by (kind of state, tier)."""
 
+    @classmethod
+    def from_sizes(cls, sizes: StateSizes) -> PredictedMemory:
+        """Return the memory of states and of a step."""
+        full_bytes = max((unit.full_bytes for unit in sizes.units), default=0)
+        payload = max((unit.gather_payload_bytes for unit in sizes.units), default=0)
+        buckets = sizes.shard_buffer_bytes + sizes.receive_buffer_bytes
+        transient = {
+            "gathered": 2 * full_bytes + payload if sizes.placement.parameters else 0,
+            "autograd": 2 * max((unit.grad_bytes for unit in sizes.units), default=0),
+            "buckets": sizes.ring_bytes if sizes.placement.gradients else buckets,
+            "inner sums": sum(unit.inner_sum_bytes for unit in sizes.units),
+            "step": sizes.step_buffer_bytes,
+        }
+        return cls(sizes.states, transient, sizes.offloaded)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all states on the device."""
@@ -109,18 +124,7 @@ def predict_memory(
         on_gpu=on_gpu,
         whole=find_whole_params(model, optimizer),
     )
-    full_bytes = max((unit.full_bytes for unit in sizes.units), default=0)
-    payload = max((unit.gather_payload_bytes for unit in sizes.units), default=0)
-    transient = {
-        "gathered": 2 * full_bytes + payload if sizes.placement.parameters else 0,
-        "autograd": 2 * max((unit.grad_bytes for unit in sizes.units), default=0),
-        "buckets": (
-            sizes.ring_bytes if sizes.placement.gradients else sizes.shard_buffer_bytes + sizes.receive_buffer_bytes
-        ),
-        "inner sums": sum(unit.inner_sum_bytes for unit in sizes.units),
-        "step": sizes.step_buffer_bytes,
-    }
-    return PredictedMemory(sizes.states, transient, sizes.offloaded)
+    return PredictedMemory.from_sizes(sizes)
 
 
 @dataclass(frozen=True)
@@ -232,9 +236,33 @@ def state_sizes(
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     axes = _ShardAxes.of(config, ranks // tensor, replicas)
-    placement, shard_count = axes.placement, axes.shard_count
     unit_specs = plan_units(model, config.units, config.bucket_size) if unit_specs is None else unit_specs
     plan = _plan_model(model, config, unit_specs, axes, tensor, optimizer_states, on_gpu)
+    return plan_sizes(
+        plan,
+        config,
+        axes.placement,
+        optimizer_states=optimizer_states,
+        on_gpu=on_gpu,
+        has_fused_adam=has_fused_adam,
+        replicas=replicas,
+        whole=whole,
+    )
+
+
+def plan_sizes(
+    plan: ShardPlan,
+    config: Config,
+    placement: Placement,
+    *,
+    optimizer_states: int,
+    on_gpu: bool,
+    has_fused_adam: bool = False,
+    replicas: int = 1,
+    whole: Mapping[str, WholeParamSpec] | None = None,
+) -> StateSizes:
+    """Compute the memory of a shard plan: see :func:`state_sizes`."""
+    shard_count = max((flat.layout.shard_count for flat in plan.flats), default=1)
     whole = _place_whole_states(whole, plan.flats, config) if whole else None
     owners = WholeOwners(plan.flats, whole, shard_count, config.bucket_size) if whole else None
     states, offloaded = _count_all_states(config, plan.flats, placement, optimizer_states, owners)
@@ -250,7 +278,7 @@ def state_sizes(
     )
     units = [
         _unit_sizes(spec, unit_flats, rings, placement, reduction)
-        for spec, unit_flats in zip(unit_specs, plan.flats_by_unit, strict=True)
+        for spec, unit_flats in zip(plan.units, plan.flats_by_unit, strict=True)
     ]
     return StateSizes(
         units,
