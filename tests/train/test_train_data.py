@@ -25,6 +25,7 @@ from zeroshard.train.data.tokenizer import (
     tokenizer_vocab_size,
     train_tokenizer,
 )
+from zeroshard.utils.install_hint import install_hint
 
 settings.register_profile("no timing", deadline=None)  # a slow machine is not a failure
 settings.load_profile("no timing")
@@ -135,7 +136,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
     path = saved(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for call in (lambda: train_tokenizer([LINES], 300), lambda: load_tokenizer(path)):
-        with pytest.raises(ImportError, match=re.escape("pip install 'zeroshard[train]'")):
+        with pytest.raises(ImportError, match=re.escape(install_hint("train"))):
             call()
 
 

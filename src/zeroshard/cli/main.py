@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from zeroshard.cli.common import print_error
+from zeroshard.utils.install_hint import install_hint
 
 COMMANDS = {
     "plan": ("zeroshard.cli.plan", "predict memory and time of training, and find the best settings"),
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("zeroshard"):
             raise
-        print_error(command, f"it needs {error.name}: pip install 'zeroshard[train]'")
+        print_error(command, f"it needs {error.name}: {install_hint('train')}")
         return 1
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         print_error(command, error)

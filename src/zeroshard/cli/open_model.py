@@ -18,6 +18,7 @@ from torch import nn
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import Inputs, model_arguments
 from zeroshard.presets import PRESETS
+from zeroshard.utils.install_hint import install_hint
 
 CONFIG_FILE = "config.json"
 _PRESET_OVERRIDES = ("layers", "heads", "width", "sequence", "vocabulary")
@@ -152,7 +153,7 @@ def _open_hugging_face(path: Path) -> OpenedModel:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"{file} is a Hugging Face model, which needs transformers ({error}): pip install 'zeroshard[huggingface]'"
+            f"{file} is a Hugging Face model, which needs transformers ({error}): {install_hint('huggingface')}"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)

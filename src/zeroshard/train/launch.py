@@ -44,6 +44,7 @@ from zeroshard.train.rank import (
 )
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.trackers import check_trackers
+from zeroshard.utils.install_hint import install_hint
 from zeroshard.utils.lazy_import import uncollected_imports
 
 REQUIRED_PACKAGES = ("numpy", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
@@ -133,7 +134,7 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     """Raise for errors that can be detected before the ranks start."""
     missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
+        raise ImportError(f"training needs {', '.join(missing)}: {install_hint('train')}")
     check_trackers(options.run.tracker)
     if options.sharding.device == "cuda":
         default_ranks("cuda")  # raises without a GPU

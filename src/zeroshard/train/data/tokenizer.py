@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.utils.install_hint import install_hint
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -116,5 +118,5 @@ def _import_tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise ImportError(f"`tokenizers` is not installed ({error}): pip install 'zeroshard[train]'") from error
+        raise ImportError(f"`tokenizers` is not installed ({error}): {install_hint('train')}") from error
     return tokenizers

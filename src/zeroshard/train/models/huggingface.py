@@ -18,6 +18,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.train.models.weights import WeightConversion, WeightInitializer, save_conversions
+from zeroshard.utils.install_hint import install_hint
 from zeroshard.utils.safetensors_files import (
     SAFETENSORS_FILE,
     SAFETENSORS_INDEX_FILE,
@@ -244,13 +245,13 @@ def _import_transformers() -> Any:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"a Hugging Face model needs transformers ({error}): pip install 'zeroshard[huggingface]'"
+            f"a Hugging Face model needs transformers ({error}): {install_hint('huggingface')}"
         ) from error
     if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < MIN_TRANSFORMERS_VERSION:
         minimum = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
         raise ImportError(
             f"a Hugging Face model needs transformers {minimum} or newer (got {library.__version__}): "
-            "pip install 'zeroshard[huggingface]'"
+            f"{install_hint('huggingface')}"
         )
     return library
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from zeroshard.utils.install_hint import install_hint
 from zeroshard.utils.safetensors_files import TensorInfo, write_safetensors
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -102,4 +103,4 @@ def _import_peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ImportError(f"LoRA needs peft ({error}): pip install 'zeroshard[huggingface]'") from error
+        raise ImportError(f"LoRA needs peft ({error}): {install_hint('huggingface')}") from error
