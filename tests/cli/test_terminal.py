@@ -57,6 +57,32 @@ def test_a_configuration_with_escapes_is_shown_without_them(tmp_path: Path, caps
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_an_index_that_cannot_be_one_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = zeroshard.save(tmp_path / "saved", nn.Linear(1, 1)).path
+    os.truncate(path / "index.json", 10**12)  # sparse
+    assert main(["inspect", str(path)]) == 1
+    assert "no index is larger than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["export", "a"], ["migrate"], ["rehearse", "--ranks", "2"]])
+def test_a_path_that_cannot_be_one_is_told_in_a_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("a\0b", "x" * 5000):
+        assert main([*arguments, path]) in (1, 2)
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "[" * 100_000, '{"fp16": 3}', '{"optimizer": [1]}', '{"scheduler"', '{"fp16": {"enabled": []}}', "é"],
+)
+def test_a_configuration_of_another_shape_is_told_in_a_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds_config.json").write_text(text, encoding="latin-1")
+    assert main(["migrate", str(tmp_path / "ds_config.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_deleted_directory_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, gone = os.getcwd(), tmp_path / "gone"
     gone.mkdir()

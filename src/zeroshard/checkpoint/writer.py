@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def write_checkpoint(
             }
             part = {
                 "tensors": described,
-                "files": [asdict(record) for record in written.files],
+                "files": [(record.name, record.nbytes, record.block_crc32) for record in written.files],
                 "scalars": payload.optimizer_scalars,
                 "rank_data": payload.rank_data,
             }

@@ -160,9 +160,9 @@ def _open_hugging_face(path: Path) -> OpenedModel:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises many classes
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
-            f"transformers {transformers.__version__} cannot build a causal language model from {file}: {reason}\n"
+            f"transformers {transformers.__version__} cannot build a causal language model from {file}: {reason}. "
             "For another kind of model, write a function that builds it and pass it as module:callable"
         ) from error
     text = config.get_text_config()
@@ -181,7 +181,7 @@ def _open_callable(name: str) -> OpenedModel:
             made = make()
     except Exception as error:
         raise ValueError(
-            f"{name}() failed with {type(error).__name__}: {error}\nIt is called without arguments under "
+            f"{name}() failed with {type(error).__name__}: {error}. It is called without arguments under "
             "torch.device('meta'), where tensors have shapes but no values: do not read values or load weights in it"
         ) from error
     return _split_model_and_inputs(name, made)
