@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness.record import Result
-from zeroshard.cli.rehearse_rank import share_gpu
+from zeroshard.rehearse.rank import share_gpu
 
 
 def default_backend(device: str) -> str:

@@ -581,7 +581,7 @@ def _prepare_nccl() -> bool:
     """Have NCCL accept ranks that share a GPU; return whether they do: see [Note: NCCL ranks on one GPU]."""
     shares_gpu = 0 < torch.cuda.device_count() < MAX_NCCL_RANKS
     if shares_gpu:
-        from zeroshard.cli.rehearse_rank import share_gpu
+        from zeroshard.rehearse.rank import share_gpu
 
         share_gpu(f"worker-{os.getpid()}")
     return shares_gpu

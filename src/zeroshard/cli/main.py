@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": ("zeroshard.cli.plan", "predict memory and time of training, and find the best settings"),
     "simulate": ("zeroshard.cli.simulate", "predict how training scales to thousands of devices"),
     "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, a small one in a minute"),
-    "rehearse": ("zeroshard.cli.rehearse", "run your training script with several real ranks here, and check them"),
+    "rehearse": ("zeroshard.rehearse.command", "run your training script with several real ranks here, and check them"),
     "generate": ("zeroshard.cli.generate", "generate text from a trained model"),
     "report": ("zeroshard.cli.report", "write the HTML report of a run again"),
     "export": ("zeroshard.cli.export", "export a checkpoint's weights in Hugging Face format"),

@@ -51,11 +51,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine import Engine, FlatParam, Unit
 from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
 from zeroshard.planner import PredictedMemory, plan_sizes
+from zeroshard.rehearse.checks import ModelRecord, RankRecord
 from zeroshard.sharding import ShardPlan, UnitSpec
 from zeroshard.train import report_failure
 from zeroshard.utils.tree import tensors_in

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.cli.common import make_echo, positive_int, print_error
-from zeroshard.cli.rehearse_checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
+from zeroshard.rehearse.checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
 RANK_PROGRAM = """
 from zeroshard.utils.lazy_import import uncollected_imports
 with uncollected_imports():
-    from zeroshard.cli.rehearse_rank import main
+    from zeroshard.rehearse.rank import main
 main()
 """  # not with -m: `__main__` is the user's script
 HINTS = {

@@ -1,6 +1,6 @@
 """What the ranks of a rehearsal record, and the checks that compare the records. It imports no torch.
 
-A rank compares nothing itself: it records checksums, bytes and counts (rehearse_rank.py), also those of a run that
+A rank compares nothing itself: it records checksums, bytes and counts (rank.py), also those of a run that
 fails. So no check needs a collective, and none can hang.
 """
 

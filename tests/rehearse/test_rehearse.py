@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard import auto
-from zeroshard.cli import rehearse
 from zeroshard.cli.main import main
-from zeroshard.cli.rehearse_checks import ModelRecord, RankRecord, RehearsalCheck, run_checks
-from zeroshard.cli.rehearse_rank import RankRecorder, RehearsalSettings, checksum
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.rehearse import command
+from zeroshard.rehearse.checks import ModelRecord, RankRecord, RehearsalCheck, run_checks
+from zeroshard.rehearse.rank import RankRecorder, RehearsalSettings, checksum
 from zeroshard.train.options import StepOptions
 from zeroshard.train.training_setup import make_optimizer
 
@@ -86,7 +86,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "200")
     for grace in ("END_GRACE_SECONDS", "FAILURE_GRACE_SECONDS"):
-        monkeypatch.setattr(rehearse, grace, 120)  # on a busy machine
+        monkeypatch.setattr(command, grace, 120)  # on a busy machine
     path = tmp_path / "train it.py"
     path.write_text(SCRIPT)
     return path
@@ -163,7 +163,7 @@ def test_a_rank_that_fails_is_named(
         assert text in output, text
     assert output.count("Traceback (most recent call last)") == 1
     assert f"The rehearsal has FAILED: {', '.join(failed)}." in output
-    assert "rehearse_rank.py" not in output  # frames of the script only
+    assert "rehearse/rank.py" not in output  # frames of the script only
     assert not any(map(is_running, started_pids(tmp_path)))
 
 
@@ -214,7 +214,7 @@ def test_it_is_not_run_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_options_after_the_script_are_the_scripts() -> None:
-    options = rehearse._parser().parse_args(["--ranks", "4", "train.py", "--steps", "9", "--lr=1e-3", "-m"])
+    options = command._parser().parse_args(["--ranks", "4", "train.py", "--steps", "9", "--lr=1e-3", "-m"])
     assert (options.ranks, options.steps, options.module) == (4, 5, False)
     assert (options.script, options.arguments) == ("train.py", ["--steps", "9", "--lr=1e-3", "-m"])
 
@@ -443,7 +443,7 @@ def test_checks_of_several_models_are_shown_apart() -> None:
     records = three()
     for record in records:
         record.models *= 2
-    text = rehearse.render_text(rehearse.RehearsalOutcome("train.py", 3, 0, records, run_checks(records, 3, 2)))
+    text = command.render_text(command.RehearsalOutcome("train.py", 3, 0, records, run_checks(records, 3, 2)))
     assert "passed      collectives, Net 1  the same order on all 3 ranks" in text
     assert "passed      data, Net 2         different batches" in text
     assert "held on ranks 0, 1, 2: parameters 1.00 MB, parameters 1.00 MB, peak 0 B" in text
