@@ -41,6 +41,7 @@ HEADER = """\
 #             deleting plain statements raises a folder's.
 # repository  tokens of all Python files that git tracks, and of the other code: C, templates, style sheets.
 # walk        what the fourth step of a small model in bf16 enters of the library's own code.
+# round_trips between ranks, in the first ten steps of a loop and in the next ten: see tests/harness/round_trips.py.
 # door        attributes of attributes of the core that other folders read: see names_used_from_outside().
 """
 
@@ -246,6 +247,13 @@ def _print_walks() -> None:
     print(json.dumps({f"stage {stage}": walk(stage) for stage in (3, 1)}))
 
 
+def round_trips() -> Rows:
+    """Return the round trips between ranks in the first ten steps of some loops, and in the next ten."""
+    from round_trips import all_round_trips
+
+    return all_round_trips()
+
+
 # ------------------------------------------------------------------------------------------------- budgets
 
 
@@ -254,6 +262,7 @@ MEASURES: dict[str, Callable[[], Rows]] = {
     "repository": repository_size,
     "walk": walks,
     "door": names_used_from_outside,
+    "round_trips": round_trips,
 }
 
 
