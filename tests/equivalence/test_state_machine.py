@@ -44,7 +44,7 @@ PARTS = st.none() | st.integers(0, 1)
 LOOK = st.sampled_from(LOOKS)
 DONE: Counter[str] = Counter()
 REFUSED: Counter[str] = Counter()
-RULES: set[str] = set()
+GRAMMAR: dict[str, tuple[Callable[[Lockstep], Any], dict[str, st.SearchStrategy[Any]]]] = {}  # when, arguments
 WITHOUT: set[str] = set()
 FIXED: dict[str, Any] = {}
 STARTED = Counter[str]()
@@ -126,16 +126,14 @@ def add_rule(
     **arguments: st.SearchStrategy[Any],
 ) -> None:
     """Make a rule of a method of `Lockstep`, or several, for what is to come more often than the rest."""
-    RULES.add(name)
+    GRAMMAR[name] = when, arguments
 
     def act(self: Machine, look: str, **given: Any) -> None:
         if self.both is None or not self.may(name, when):
             return
-        if "name" in given and given["name"] not in self.both.names:
-            given["name"] = given["name"].replace("blocks.1", "blocks.0")
         STARTED["rules"] += 1
         try:
-            getattr(self.both, name)(**given)
+            self.both.act(name, given)
             self.both.look(look)
         except BaseException:
             self.both.over = True  # nothing that comes later is worth telling
@@ -397,7 +395,7 @@ def _child(arguments: argparse.Namespace) -> int:
     settle_torch()
     WITHOUT.update(filter(None, arguments.without.split(",")))
     if arguments.only:
-        WITHOUT.update(RULES.difference(arguments.only.split(",")))
+        WITHOUT.update(GRAMMAR.keys() - set(arguments.only.split(",")))
     Lockstep.lenient = arguments.lenient
     for entry in arguments.fix:
         name, _, value = entry.partition("=")

@@ -1,0 +1,91 @@
+"""The library does what it did at the oracle's commit, to the bit and to the byte: see `harness/oracle.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from oracle import COMMIT, ROOT, Digest, Program, differences, extract_sources, has_commit, run_programs
+from test_state_machine import GRAMMAR, sharded_models
+
+pytestmark = [
+    pytest.mark.slow(seconds=20),
+    pytest.mark.skipif(not has_commit(), reason=f"commit {COMMIT} is not in this clone: git fetch --unshallow"),
+]
+# first something to compare, then whatever the grammar has
+BEGIN = [("train", {"seed": 0}), ("train", {"seed": 1, "clear": "model"})]
+
+
+def random_programs(number: int) -> list[Program]:
+    """Draw programs by the grammar of the state machine, always the same."""
+    rules = [st.tuples(st.just(name), st.fixed_dictionaries(arguments)) for name, (_, arguments) in GRAMMAR.items()]
+    found: list[Program] = []
+
+    @settings(
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(options=sharded_models(), calls=st.lists(st.one_of(rules), min_size=8, max_size=8))
+    def draw(options: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        if options.offload != "disk":
+            found.append({"options": dataclasses.asdict(options), "calls": [*BEGIN, *calls]})
+
+    draw()
+    return found
+
+
+PROGRAM: Program = {
+    "options": {"stage": 1, "world": 2, "optimizer": "adamw"},
+    "calls": [*BEGIN, ("forward", {"seed": 2}), ("backward", {}), ("clip", {"by": "optimizer", "most": 0.05})],
+}
+PROGRAM["calls"] += [("step", {}), ("zero_grad", {"by": "optimizer", "set_to_none": True})]
+
+
+@pytest.fixture(scope="module")
+def programs() -> list[Program]:
+    return [PROGRAM, *random_programs(30)]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return extract_sources(tmp_path_factory.mktemp("oracle"))
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Path, programs: list[Program]) -> list[list[Digest]]:
+    return run_programs(oracle, programs)
+
+
+def test_programs_give_the_same_bits_bytes_and_round_trips(
+    programs: list[Program], expected: list[list[Digest]]
+) -> None:
+    assert differences(programs, expected, run_programs(ROOT / "src", programs)) == []
+    assert sum(digest["outcome"] == "done" for digests in expected for digest in digests) > 5 * len(programs)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "part"),
+    [
+        ("optim/clipping.py", "(norm + 1e-6)", "(norm + 2e-6)", "parameters"),
+        ("comm/collectives.py", "if not is_complete or self", "if True or self", "round trips"),
+        ("config/config.py", "bucket_size: int = 2**27", "bucket_size: int = 2**5", "collectives"),
+    ],
+)
+def test_a_mistake_that_the_plain_model_does_not_show_is_found(
+    oracle: Path, expected: list[list[Digest]], tmp_path: Path, file: str, old: str, new: str, part: str
+) -> None:
+    shutil.copytree(oracle, tmp_path / "src")
+    path = tmp_path / "src/zeroshard" / file
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    found = run_programs(tmp_path / "src", [PROGRAM])
+    assert "wrong" not in [digest["outcome"] for digest in found[0]]
+    assert any(f": {part}: " in line for line in differences([PROGRAM], expected[:1], found))
