@@ -4,11 +4,11 @@ A round trip is one `ConsistencyChecker.confirm` that reaches the store: a rank 
 recorded order did not expect, and waits until all ranks have announced the same. What `shard()`, errors and heartbeats
 exchange is not counted: they are not part of a step.
 
-`LOOPS` are those of REDESIGN section 2, two blocks in stage 3 on two ranks. A loop is run for twenty steps: what it
-costs in the first ten, where the order is learned, and in the next ten, which repeat from then on. So 100 steps take
-the first number and nine times the second. For plain, accumulate, 1F1B, GPipe, evaluation, accumulate and evaluation,
-uneven, GAN these were 13, 212, 511, 411, 55, 254, 214, 164 at 7b662b1. REDESIGN says 3, 202, 501, 401, 41, 240, 202,
-150: it leaves out the events of the first passes, which no rank can expect, 10 to 14 in each loop.
+`LOOPS` train two blocks in stage 3 on two ranks. A loop is run for twenty steps: what it costs in the first ten, where
+the order is learned, and in the next ten, which repeat from then on. So 100 steps take the first number and nine times
+the second. For the loops in their order these were 13, 212, 511, 411, 55, 254, 214 and 164 at 7b662b1. Without the
+events of the first passes, which no rank can expect, they are 3, 202, 501, 401, 41, 240, 202 and 150: each is 10 to 14
+less.
 """
 
 from __future__ import annotations
