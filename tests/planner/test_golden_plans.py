@@ -181,7 +181,7 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "wide",
         {
             "devices": 32,
-            "machine": "dgx2",
+            "machine": MACHINES["dgx2"].with_network(10),
             "batch": 64,
             "allow_lossy": True,
             "offload": None,
