@@ -393,7 +393,7 @@ def test_all_ranks_know_the_mean_loss_and_that_one_has_to_stop() -> None:
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_an_evaluation_has_the_same_sequences_on_any_number_of_ranks(ranks: int, tensor: int, micro: int) -> None:
     """Ranks run equally many forwards, because in stage 3 each of them gathers the parameters."""
-    loader = TokenLoader(np.arange(11), sequence=2, batch=1, seed=0)  # 5 windows
+    loader = TokenLoader(np.arange(11), sequence=2, batch=1, seed=0, vocab_size=11)  # 5 windows
 
     def body(rank: int, sequences: int) -> list[Any]:
         forwards = 0

@@ -22,10 +22,9 @@ from zeroshard.presets import PRESETS
 from zeroshard.sharding import find_block_matrices
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.train.auto_options import resolve_auto
-from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
-from zeroshard.train.data.token_file import TokenFile, is_token_file
+from zeroshard.train.data.corpus import Corpus, encode_corpus, is_token_file, open_corpus
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
+from zeroshard.train.data.tokenizer import encode_prompt, tokenizer_vocab_size
 from zeroshard.train.models.language_model import (
     LanguageModel,
     find_output_layers,
@@ -98,6 +97,7 @@ def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
 def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
     options.batching(rank_info.world_size)  # raises before the model is built
     check_trackers(options.run.tracker)  # as the launcher does: torchrun starts ranks without it
+    torch.manual_seed(options.training.seed)  # of adapters
     language_model = open_language_model(options.model, options.data)
     check_tensor_parallel(options, language_model.module)
     rank_info = replace(rank_info, tp_size=options.sharding.tensor)
@@ -109,12 +109,11 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     checkpoint = newest_checkpoint(directory) if options.run.resume else None
     corpus = _open_corpus(options, rank_info, directory, language_model)
 
-    def make_loader(tokens: TokenFile, rows: int) -> TokenLoader:
-        seed, vocab_size = options.training.seed, language_model.vocab_size
-        return TokenLoader(tokens, sequence=sequence, batch=rows, seed=seed, vocab_size=vocab_size)
-
-    validation_loader = make_loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
-    train_loader = make_loader(corpus.train, batching.batch)
+    make_loader = partial(
+        TokenLoader, sequence=sequence, seed=options.training.seed, vocab_size=language_model.vocab_size
+    )
+    validation_loader = make_loader(corpus.validation, batch=rank_info.dp_size) if len(corpus.validation) else None
+    train_loader = make_loader(corpus.train, batch=batching.batch)
     record = describe_run(options, rank_info, language_model, precision)
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
@@ -192,32 +191,42 @@ def _open_corpus(
 ) -> Corpus:
     """Encode the texts on rank 0, and open the tokens on all ranks."""
     slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # encoding a large text takes long
-    if rank_info.is_rank_zero:
-        tokenizer = options.data.tokenizer or language_model.tokenizer_path
-        is_encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
+    data = options.data
+    given: dict[str, Any] = {
+        "data": [os.path.abspath(path) for path in data.data],
+        "validation": [os.path.abspath(path) for path in data.validation],
+        "tokenizer": data.tokenizer and os.path.abspath(data.tokenizer),
+        "vocabulary": data.vocabulary,
+    }
+    if rank_info.is_rank_zero and not directory.has_run():
+        tokenizer = data.tokenizer or language_model.tokenizer_path
+        is_encoded = bool(data.data) and all(is_token_file(path) for path in data.data)
         if language_model.is_pretrained and tokenizer is None and not is_encoded:
             raise ValueError(
                 f"{options.model.model} has pretrained weights but no tokenizer.json: pass its tokenizer as "
                 "--tokenizer, or a token file as --data"
             )
         encode_corpus(
-            options.data.data,
+            data.data,
             directory.data_dir,
             tokenizer=tokenizer,
             vocab_size=language_model.vocab_size,
-            validation=options.data.validation,
+            validation=data.validation,
+            options=given,
         )
     dist.barrier(group=slow_group)
-    corpus = open_corpus(directory.data_dir, holdout=options.data.holdout)
-    if corpus.vocab_size is not None and corpus.vocab_size > language_model.vocab_size:
-        option = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
+    corpus = open_corpus(directory.data_dir, holdout=data.holdout, options=given)
+    if corpus.tokenizer is None:
+        return corpus
+    count = tokenizer_vocab_size(corpus.tokenizer)
+    if count > language_model.vocab_size:
+        option = f"--vocabulary {count}, or " if options.model.model in PRESETS else ""
         raise ValueError(
-            f"the tokenizer has {corpus.vocab_size} ids, but the model has {language_model.vocab_size}: pass {option}"
-            "another --tokenizer"
+            f"the tokenizer has {count} ids, but the model has {language_model.vocab_size}: pass {option}another "
+            "--tokenizer"
         )
-    prompt, tokenizer_path = options.run.prompt, corpus.tokenizer_path
-    if prompt is not None and tokenizer_path is not None and not encode_prompt(load_tokenizer(tokenizer_path), prompt):
-        raise ValueError(f"--prompt {prompt!r} has no tokens: pass another prompt, or omit it")
+    if options.run.prompt is not None:
+        encode_prompt(corpus.tokenizer, options.run.prompt)  # raises if it cannot be encoded
     return corpus
 
 

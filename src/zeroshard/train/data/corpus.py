@@ -1,30 +1,36 @@
-"""The corpus: encode bundled or user text into two token files, for training and validation.
+"""The corpus: the bundled or the user's text as token files, for training and validation.
 
 One rank calls :func:`encode_corpus`, which writes to a directory; then all ranks call :func:`open_corpus`:
 
 >>> import tempfile
 >>> directory = Path(tempfile.mkdtemp())
->>> encode_corpus([], directory, vocab_size=512)  # no paths: Shakespeare
-True
+>>> encode_corpus([], directory)  # no paths: Shakespeare
 >>> corpus = open_corpus(directory, holdout=0.1)
->>> corpus.vocab_size, len(corpus.train) > 4 * len(corpus.validation)
-(512, True)
+>>> tokenizer_vocab_size(corpus.tokenizer), len(corpus.train), len(corpus.validation)
+(1024, 391002, 43445)
+
+[Note: a run keeps its tokens]
+Text is encoded once, when a run starts. A resumed run uses its own tokens and tokenizer, whatever has become of the
+text: ids of another tokenizer would mean nothing to its weights. Other options, or another length of a token file that
+is used in place, raise.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import lzma
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.train.data.token_file import TokenFile, is_token_file, smallest_dtype, write_token_chunks
+import numpy as np
+from numpy.typing import NDArray
+
 from zeroshard.train.data.tokenizer import (
-    encode_texts,
+    TOKENIZER_FILE,
+    end_of_text_ids,
     load_tokenizer,
     tokenizer_vocab_size,
     train_tokenizer,
@@ -34,22 +40,25 @@ from zeroshard.utils.atomic_file import read_json, write_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TOKEN_FILE_SUFFIXES = (".npy", ".bin")
 TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # in directories; a named file may have any
-CHUNK_BYTES = 2**18  # of text encoded at a time
-_FORMAT_VERSION = 1  # format of a corpus directory; another version is encoded again
+PART_CHARS = 2**20  # of text encoded at a time
+_PARTS_AT_ONCE = 4  # over all cores; they need about 300 MB until their ids are copied
+_BUNDLED = Path(__file__).parent  # NOTICE names the edition, benchmarks/bundled_text.py makes the files
+_BUNDLED_VOCABULARY = 1024
+_RECORD_FILE = "corpus.json"
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The tokens of a run."""
 
-    train: TokenFile
-    validation: TokenFile | None
-    """None without validation data."""
+    train: NDArray[np.integer[Any]]
+    validation: NDArray[np.integer[Any]]
+    """Empty without validation data."""
+    tokenizer: Tokenizer | None
+    """None if token files were given without one."""
     tokenizer_path: Path | None
-    """The tokenizer.json; None if token files were given without one."""
-    vocab_size: int | None
-    """Number of ids of the tokenizer."""
 
 
 def shakespeare() -> str:
@@ -58,216 +67,169 @@ def shakespeare() -> str:
     >>> shakespeare()[:16]
     'ROMEO AND JULIET'
     """
-    return lzma.decompress(_read_bundled()).decode("ascii")
+    ids = np.frombuffer(lzma.decompress((_BUNDLED / "shakespeare.xz").read_bytes()), dtype="<u2")
+    text: str = load_tokenizer(_BUNDLED).decode(ids.tolist())
+    return text
 
 
 def encode_corpus(
     paths: Sequence[str | Path],
-    directory: str | Path,
+    directory: Path,
     *,
     tokenizer: str | Path | None = None,
-    vocab_size: int = 4096,
+    vocab_size: int = _BUNDLED_VOCABULARY,
     validation: Sequence[str | Path] = (),
-    dtype: str = "uint16",
-) -> bool:
-    """Encode texts into token files in `directory`, unless they are up to date; return whether it encoded them.
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write token files and the tokenizer to `directory`.
 
-    `paths` and `validation` are text files and directories of them, or one token file, which is used in place (`dtype`
-    is that of a .bin). Without paths, :func:`shakespeare` is used. Without a tokenizer, one of `vocab_size` ids is
-    trained on the training text. Texts are separated by the tokenizer's end of text, if it has one.
+    `paths` and `validation` are text files and directories of them, or one token file, which is used in place. Without
+    paths, :func:`shakespeare` is used. Without a tokenizer, one of `vocab_size` ids is trained on the training text.
+    Texts are separated by the tokenizer's end of text, if it has one. `options` are those of the run: see
+    [Note: a run keeps its tokens].
     """
-    directory = Path(directory)
-    train_files, validation_files = _source_files(paths), _source_files(validation) if validation else []
-    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-    _check_sources(train_files, validation_files, loaded_tokenizer is not None, dtype)
-    source = {
-        "format": _FORMAT_VERSION,
-        "train": [_file_fingerprint(file) for file in train_files] or hashlib.sha256(_read_bundled()).hexdigest(),
-        "validation": [_file_fingerprint(file) for file in validation_files],
-        "tokenizer": vocab_size
-        if loaded_tokenizer is None
-        else hashlib.sha256(loaded_tokenizer.to_str().encode()).hexdigest(),
-        "dtype": dtype,
-    }
-    if _is_up_to_date(directory, source):
-        return False
-    record = directory / "corpus.json"
+    train = _source_files(paths)
+    held_out = _source_files(validation)
     directory.mkdir(parents=True, exist_ok=True)
-    record.unlink(missing_ok=True)  # rewritten at the end: a directory with a record is complete
-    try:
-        result = _encode_sources(train_files, validation_files, directory, loaded_tokenizer, vocab_size)
-    finally:
+    (directory / _RECORD_FILE).unlink(missing_ok=True)  # rewritten at the end: a directory with a record is complete
+    if not train:
+        train = [directory / "shakespeare.txt"]
+        train[0].write_text(shakespeare())
+        if tokenizer is None and vocab_size == _BUNDLED_VOCABULARY:
+            tokenizer = _BUNDLED
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    if given is None and not is_token_file(train[0]):
+        given = train_tokenizer((part for file in train for part in read_text(file)), vocab_size)
+    sources = {"train": train, "validation": held_out} if held_out else {"train": train}
+    files = {split: _encode_split(split, paths, directory, given) for split, paths in sources.items()}
+    if given is not None:
+        given.save(str(directory / TOKENIZER_FILE))
         # After it has used its threads, `tokenizers` prints a warning at every fork unless this variable is set.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    write_json(record, {**result, "dtype": dtype, "source": source})
-    return True
+    splits = {split: [file, len(open_tokens(directory / file))] for split, file in files.items()}
+    record = {"splits": splits, "has_tokenizer": given is not None, "options": dict(options or {})}
+    write_json(directory / _RECORD_FILE, record)
 
 
-def open_corpus(directory: str | Path, *, holdout: float = 0.1) -> Corpus:
+def open_corpus(directory: Path, *, holdout: float = 0.1, options: Mapping[str, Any] | None = None) -> Corpus:
     """Open the training and validation tokens that :func:`encode_corpus` wrote.
 
-    Without validation texts, the last fraction `holdout` of the tokens is used for validation; 0 disables it.
+    Without validation texts, the last fraction `holdout` of the tokens is used for validation; 0 disables it. Raises if
+    it was given other `options`: see [Note: a run keeps its tokens].
     """
-    directory = Path(directory)
-    record_path = directory / "corpus.json"
-    if not record_path.is_file():
-        raise FileNotFoundError(f"{directory} has no encoded corpus (no corpus.json): call encode_corpus on one rank")
-    record = read_json(record_path)
-    train = TokenFile.open(directory / record["train"], record["dtype"])
-    validation = None
-    if record["validation"] is not None:
-        validation = TokenFile.open(directory / record["validation"], record["dtype"])
-    elif holdout:
-        train, validation = train.split(holdout)
-    tokenizer = None if record["vocabulary"] is None else directory / "tokenizer.json"
-    return Corpus(train, validation, tokenizer, record["vocabulary"])
+    path = directory / _RECORD_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no tokens (no {_RECORD_FILE}): restore it, or start a new run")
+    record = read_json(path)
+    if record.keys() != {"splits", "has_tokenizer", "options"}:
+        raise ValueError(f"{path} is of another version of zeroshard, or damaged: restore it, or start a new run")
+    if options is not None and options != record["options"]:
+        raise ValueError(
+            f"the run's tokens were made with {record['options']}, not {dict(options)}: omit these options to resume "
+            "with the run's own tokens, or pass another --out to start a new run"
+        )
+    opened: dict[str, NDArray[np.integer[Any]]] = {}
+    for split, (file, length) in record["splits"].items():
+        opened[split] = open_tokens(directory / file)
+        if len(opened[split]) != length:
+            raise ValueError(
+                f"{file} has {len(opened[split])} tokens, expected {length} as when the run started: restore it, or "
+                "pass another --out to start a new run"
+            )
+    train = opened["train"]
+    boundary = len(train)
+    if "validation" not in opened:
+        boundary -= round(len(train) * holdout)
+    validation = opened.get("validation", train[boundary:])
+    tokenizer_path = directory / TOKENIZER_FILE if record["has_tokenizer"] else None
+    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
+    return Corpus(train[:boundary], validation, tokenizer, tokenizer_path)
 
 
-def text_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the text files of `paths`: files as given, directories with all files below them, sorted by name.
+def open_tokens(path: Path) -> NDArray[np.integer[Any]]:
+    """Map a file of token ids: a .npy, or a .bin of little-endian 16-bit numbers. It may be larger than memory."""
+    ids: NDArray[Any]
+    try:
+        ids = np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else np.memmap(path, "<u2", mode="r")
+    except Exception as error:  # numpy parses a header as Python: a damaged one raises many classes
+        raise ValueError(f"{path} is not a complete .npy file, or .bin of 16-bit ids ({error})") from error
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "ui":
+        raise ValueError(
+            f"{path} has the shape {ids.shape} and the dtype {ids.dtype}, expected one dimension of uint16 or uint32"
+        )
+    return ids
+
+
+def is_token_file(path: str | Path) -> bool:
+    """Return whether a path is a file of token ids, not of text."""
+    return Path(path).suffix in TOKEN_FILE_SUFFIXES and not Path(path).is_dir()
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Read a text file in parts of whole lines, of about `PART_CHARS` characters."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            while lines := file.readlines(PART_CHARS):
+                yield "".join(lines)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 ({error.reason}): convert it, for example with iconv -f latin1 -t utf-8, or omit it"
+        ) from error
+
+
+def _source_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return one token file, or text files: files as given, directories with all files below them, sorted by name.
 
     In a directory, files that are hidden, empty or without a text suffix (`*.txt`, `*.md`, …) are skipped.
     """
     files: list[Path] = []
     for path in map(Path, paths):
+        if is_token_file(path) and len(paths) > 1:
+            raise ValueError(f"{path} is a token file and must be the only path (got {len(paths)} paths)")
+        found = [path] if path.is_file() and path.stat().st_size else []
         if path.is_dir():
-            below = sorted(_walk_text_files(path))
-            if not below:
-                names = ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
-                raise ValueError(f"directory {path} has no text files: expected files named {names}")
-            files += below
-        elif not path.exists():
-            raise FileNotFoundError(f"text file or directory {path} does not exist")
-        elif not path.stat().st_size:
-            raise ValueError(f"text file {path} is empty: omit it")
-        else:
-            files.append(path)
+            found = sorted(_walk_text_files(path))
+        if not found:
+            raise FileNotFoundError(
+                f"{path} has no text: expected a file that is not empty, or a directory with files named "
+                + ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
+            )
+        files += found
     return files
-
-
-def read_text(path: Path) -> Iterator[str]:
-    """Read a text file in parts of about `CHUNK_BYTES` bytes, split at line ends if there are any."""
-    offset, pending = 0, b""  # offset of `pending` in the file; bytes not yet yielded
-    with open(path, "rb") as file:
-        while len(block := file.read(CHUNK_BYTES)) == CHUNK_BYTES:
-            pending += block
-            split = _split_point(pending)
-            if split:
-                yield _decode_text(path, pending[:split], offset)
-            offset, pending = offset + split, pending[split:]
-    if pending + block:
-        yield _decode_text(path, pending + block, offset)
-
-
-def _split_point(text: bytes) -> int:
-    """Return where to split a text: if possible after a single line end, which leaves the usual tokens unchanged."""
-    end = len(text) - 1
-    while (end := text.rfind(b"\n", 0, end)) > 0:
-        if not text[end - 1 : end].isspace() and not text[end + 1 : end + 2].isspace():
-            return end + 1
-    last = text.rfind(b"\n") + 1
-    if last:
-        return last
-    start = len(text) - 1  # no line end: split before the last character, which may be incomplete
-    while start > 0 and text[start] & 0xC0 == 0x80:  # a byte that continues a character
-        start -= 1
-    return start
-
-
-def _decode_text(path: Path, text: bytes, start: int) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 at byte {start + error.start} (0x{text[error.start]:02x}): convert it, for example "
-            "with iconv -f latin1 -t utf-8, or omit it"
-        ) from error
 
 
 def _walk_text_files(directory: Path) -> Iterator[Path]:
     def raise_error(error: OSError) -> None:
         raise error
 
-    for folder, folders, files in os.walk(directory, onerror=raise_error):
+    for folder, folders, names in os.walk(directory, onerror=raise_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(folder, name)
-            is_text = not name.startswith(".") and path.suffix.lower() in TEXT_SUFFIXES
+        for path in (Path(folder, name) for name in names):
+            is_text = path.suffix.lower() in TEXT_SUFFIXES and not path.name.startswith(".")
             if is_text and path.is_file() and path.stat().st_size:
                 yield path
 
 
-def _source_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return one token file, or text files."""
-    tokens = [path for path in map(Path, paths) if is_token_file(path)]
-    if tokens and len(paths) > 1:
-        raise ValueError(f"{tokens[0]} is a token file and must be the only path (got {len(paths)} paths)")
-    return tokens or text_files(paths)
-
-
-def _check_sources(train: list[Path], held_out: list[Path], tokenizer_given: bool, dtype: str) -> None:
-    paths = [files[0] for files in (train, held_out) if _is_encoded(files)]
-    for path in paths:
-        TokenFile.open(path, dtype)  # raises if it cannot be opened
-    if held_out and len(paths) == 1 and not tokenizer_given:
-        raise ValueError(f"{paths[0]} has token ids, but the other data is text: pass the tokenizer that made the ids")
-
-
-def _is_encoded(files: list[Path]) -> bool:
-    return bool(files) and is_token_file(files[0])
-
-
-def _encode_sources(
-    train: list[Path], held_out: list[Path], directory: Path, tokenizer: Tokenizer | None, vocab_size: int
-) -> dict[str, Any]:
-    """Write the files of a corpus; return their entries for the record."""
-    if tokenizer is None and _is_encoded(train):
-        validation_path = str(held_out[0].resolve()) if held_out else None
-        return {"train": str(train[0].resolve()), "validation": validation_path, "vocabulary": None}
+def _encode_split(split: str, sources: list[Path], directory: Path, tokenizer: Tokenizer | None) -> str:
+    """Return the name of a split's token file in `directory`, or its absolute path; encode texts."""
+    if is_token_file(sources[0]):
+        return str(sources[0].resolve())
     if tokenizer is None:
-        tokenizer = train_tokenizer((text for text in _documents(train) if text is not None), vocab_size)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return {
-        "train": _encode_split(train, directory / "train.npy", tokenizer),
-        "validation": _encode_split(held_out, directory / "validation.npy", tokenizer) if held_out else None,
-        "vocabulary": tokenizer_vocab_size(tokenizer),
-    }
-
-
-def _encode_split(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
-    """Encode texts to `path` and return its name; for a token file, return its absolute path."""
-    if _is_encoded(files):
-        return str(files[0].resolve())
-    write_token_chunks(
-        path, encode_texts(tokenizer, _documents(files)), smallest_dtype(tokenizer_vocab_size(tokenizer) - 1)
-    )
+        raise ValueError(
+            f"--data has token ids, but {sources[0]} is text: pass the tokenizer that made the ids as --tokenizer"
+        )
+    dtype = "<u2" if tokenizer_vocab_size(tokenizer) <= 2**16 else "<u4"
+    path = directory / f"{split}.npy"
+    np.save(path, np.concatenate([np.array(ids, dtype) for ids in _encode_texts(sources, tokenizer)]))
     return path.name
 
 
-def _documents(files: list[Path]) -> Iterator[str | None]:
-    """Yield parts of text, and None at the end of each text."""
-    if not files:
-        yield shakespeare()
-        yield None
+def _encode_texts(files: list[Path], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the ids of parts of the texts, and the end of text after each text."""
     for file in files:
-        yield from read_text(file)
-        yield None
-
-
-def _is_up_to_date(directory: Path, source: dict[str, Any]) -> bool:
-    """Return whether `directory` holds a corpus encoded from `source`."""
-    try:
-        record = read_json(directory / "corpus.json")
-    except (FileNotFoundError, ValueError):
-        return False
-    names = [name for name in (record.get("train"), record.get("validation")) if name is not None]
-    return all((directory / name).is_file() for name in names) and record.get("source") == source
-
-
-def _file_fingerprint(file: Path) -> list[str | int]:
-    status = file.stat()
-    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
-
-
-def _read_bundled() -> bytes:
-    return (resources.files("zeroshard.train.data") / "shakespeare.txt.xz").read_bytes()
+        parts = read_text(file)
+        while batch := list(itertools.islice(parts, _PARTS_AT_ONCE)):
+            # without special tokens around a part
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield encoding.ids
+        yield end_of_text_ids(tokenizer)

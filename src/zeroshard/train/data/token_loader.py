@@ -25,20 +25,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroshard.train.data.token_file import TokenFile
 from zeroshard.train.options import TrainingError
 
+MAX_EPOCHS_PER_STEP = 1000
 _FEISTEL_ROUNDS = 8  # each half is hashed four times: two are too few to look random, more do not help
-
-
-class UnknownTokenError(TrainingError, ValueError):
-    """A token id is outside the model's vocabulary."""
 
 
 class TokenLoader:
     """Reads batches of token windows; the target of each token is the next one.
 
-    >>> loader = TokenLoader(np.arange(13), sequence=3, batch=2, seed=0)
+    >>> loader = TokenLoader(np.arange(13), sequence=3, batch=2, seed=0, vocab_size=13)
     >>> loader.num_windows  # of 3 tokens and the next one
     4
     >>> inputs, targets = loader.sequential_batch(0, rows=2)
@@ -49,77 +45,56 @@ class TokenLoader:
     """
 
     def __init__(
-        self,
-        tokens: TokenFile | NDArray[np.integer[Any]],
-        *,
-        sequence: int,
-        batch: int,
-        seed: int,
-        vocab_size: int | None = None,
+        self, tokens: NDArray[np.integer[Any]], *, sequence: int, batch: int, seed: int, vocab_size: int
     ) -> None:
         """Read windows of `sequence` tokens, `batch` of them per step over all ranks.
 
-        With `vocab_size`, an id that is not below it raises when it is read: an embedding would read past its end.
+        An id that is not below `vocab_size` raises when it is read: an embedding would read past its end.
         """
-        for name, value, minimum in (("sequence", sequence, 1), ("batch", batch, 1), ("seed", seed, 0)):
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum} (got {value})")
-        self.tokens = tokens if isinstance(tokens, TokenFile) else TokenFile(tokens)
-        if len(self.tokens) <= sequence:
+        if len(tokens) <= sequence:
             raise ValueError(
-                f"{self.tokens} has {len(self.tokens)} tokens, but a sequence of {sequence} and its next token need "
+                f"the data has {len(tokens)} tokens, but a sequence of {sequence} and its next token need "
                 f"{sequence + 1}: pass more text, or a shorter sequence"
             )
+        self.tokens = tokens
         self.sequence = sequence
         self.batch_size = batch
         self.seed = seed
         self.vocab_size = vocab_size
-        self.num_windows = (len(self.tokens) - 1) // sequence
+        self.num_windows = (len(tokens) - 1) // sequence
         """Windows per epoch. The remainder at the end, less than a window, is not read."""
+        if batch > MAX_EPOCHS_PER_STEP * self.num_windows:
+            raise ValueError(
+                f"a batch of {batch} sequences would read all {self.num_windows} sequences of the data more than "
+                f"{MAX_EPOCHS_PER_STEP} times in a step: pass a smaller --batch, or more text"
+            )
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Return this rank's rows of a step's batch: inputs and targets, int64, (batch / ranks, sequence).
 
         The concatenated rows of all ranks are the same for every number of ranks. Steps count from 0.
         """
-        if not 0 <= rank < ranks or step < 0:
-            raise ValueError(f"step and rank count from 0 (got step {step}, rank {rank} of {ranks})")
-        if self.batch_size % ranks:
-            raise ValueError(f"a batch of {self.batch_size} sequences is not a multiple of the {ranks} ranks")
         rows = self.batch_size // ranks
         first = step * self.batch_size + rank * rows
         return self._read_windows(sample_windows(first, rows, self.num_windows, self.seed))
 
     def sequential_batch(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the `index`-th batch of `rows` windows in file order, for evaluation. Only full batches exist."""
-        num_batches = self.num_windows // rows if rows > 0 else 0
-        if not 0 <= index < num_batches:
-            raise IndexError(
-                f"batch {index} of {rows} windows does not exist: {self.tokens} has {self.num_windows} windows, which "
-                f"make {num_batches} batches"
-            )
+        """Return the `index`-th batch of `rows` windows in file order, for evaluation."""
         return self._read_windows(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
 
     def _read_windows(self, windows: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
         ids = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
         for row, start in zip(ids, (windows * np.uint64(self.sequence)).tolist(), strict=True):
-            row[:] = self.tokens.ids[start : start + self.sequence + 1]
-        self._check_ids(ids, windows)
+            row[:] = self.tokens[start : start + self.sequence + 1]
+        unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if unknown.size:
+            position = int(np.flatnonzero(self.tokens == unknown[0])[0])
+            raise TrainingError(
+                f"token {position} of the data is {unknown[0]}, but ids go from 0 to {self.vocab_size - 1}: check that "
+                "the vocabulary is that of the tokenizer that made the ids, and that a .bin has 16-bit ids"
+            )
         rows = torch.from_numpy(ids)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def _check_ids(self, read: NDArray[np.int64], windows: NDArray[np.uint64]) -> None:
-        smallest, largest = read.min(), read.max()
-        if smallest >= 0 and (self.vocab_size is None or largest < self.vocab_size):
-            return
-        wrong = read == (smallest if smallest < 0 else largest)
-        row, column = np.argwhere(wrong)[0].tolist()
-        position = self.tokens.start + int(windows[row]) * self.sequence + column
-        limit = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
-        raise UnknownTokenError(
-            f"token {position} of {self.tokens.path or 'the array'} is {read[row, column]}, but ids go from 0{limit}: "
-            "check that vocabulary and dtype are those of the tokenizer that made the file"
-        )
 
 
 def sample_windows(first: int, count: int, windows: int, seed: int) -> NDArray[np.uint64]:

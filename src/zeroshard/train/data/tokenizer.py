@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from zeroshard.utils.install_hint import install_hint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"  # id 0 of the tokenizers trained here
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # in GPT-2, Llama 3, Llama 2, Gemma
-_NUM_BYTE_TOKENS = 256
-# texts encoded at once, over all cores; at 256 KiB each they need about 300 MB until their ids are copied
-_ENCODE_BATCH_TEXTS = 16
+_MIN_VOCABULARY = 257  # all bytes, and the end of text
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab_size` ids: the end of text, the 256 bytes, then merges.
 
-    The same texts give the same tokenizer, bit for bit, for any number of threads. Any text can be encoded and decoded
-    unchanged, because bytes never seen in training have ids too. (`<|endoftext|>` in a text is encoded as the end of a
-    text; ``decode(ids, skip_special_tokens=False)`` writes it back.)
+    The same texts give the same tokenizer. Any text can be encoded and decoded unchanged. (`<|endoftext|>` in a text is
+    encoded as the end of a text; ``decode(ids, skip_special_tokens=False)`` writes it back.)
 
     >>> tokenizer = train_tokenizer(["to be or not to be\\n"] * 9, 300)
     >>> tokenizer.encode("to be, été").tokens
@@ -35,12 +29,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("to be, été").ids)
     'to be, été'
     """
-    minimum = _NUM_BYTE_TOKENS + 1
-    if vocab_size < minimum:
-        raise ValueError(f"vocabulary must be at least {minimum}, for all bytes and {END_OF_TEXT} (got {vocab_size})")
+    if vocab_size < _MIN_VOCABULARY:
+        raise ValueError(
+            f"vocabulary must be at least {_MIN_VOCABULARY}, for all bytes and {END_OF_TEXT} (got {vocab_size})"
+        )
     library = _import_tokenizers()
     byte_level = library.pre_tokenizers.ByteLevel
-    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer: Tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
@@ -51,8 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    trained: Tokenizer = tokenizer
-    return trained
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -60,7 +54,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     library = _import_tokenizers()
     path = Path(path)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = path / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(
             f"tokenizer {path} does not exist: pass a tokenizer.json, or a directory with one, as `save_pretrained` "
@@ -68,8 +62,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     try:
         tokenizer: Tokenizer = library.Tokenizer.from_file(str(path))
+        tokenizer_vocab_size(tokenizer)
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"`tokenizers` cannot read {path}: {error}") from error
+        raise ValueError(f"`tokenizers` cannot read {path} ({error}): restore it, or pass another") from error
     tokenizer.no_truncation()  # some files limit the length to the model's context
     tokenizer.no_padding()
     return tokenizer
@@ -80,43 +75,27 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def end_of_text_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the end-of-text token, found by its common names; None if there is none."""
+def end_of_text_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the id of the end-of-text token, found by its common names; an empty list if there is none."""
     ids = map(tokenizer.token_to_id, _END_OF_TEXT_NAMES)
-    return next((id for id in ids if id is not None), None)
-
-
-def encode_texts(tokenizer: Tokenizer, texts: Iterable[str | None]) -> Iterator[NDArray[np.uint32]]:
-    """Yield the ids of each text, and for each None the end-of-text id, if the tokenizer has one.
-
-    Special tokens around a text are left out, because a text may arrive in several parts.
-
-    >>> tokenizer = train_tokenizer(["to be or not to be\\n"] * 9, 300)
-    >>> [len(ids) for ids in encode_texts(tokenizer, ["to be", " or not", None])]
-    [2, 2, 1]
-    """
-    texts = iter(texts)
-    end_id = end_of_text_id(tokenizer)
-    end_ids = np.array([] if end_id is None else [end_id], dtype=np.uint32)
-    while batch := list(itertools.islice(texts, _ENCODE_BATCH_TEXTS)):
-        parts = [text for text in batch if text is not None]
-        encodings = iter(tokenizer.encode_batch_fast(parts, add_special_tokens=False))
-        for text in batch:
-            yield end_ids if text is None else np.array(next(encodings).ids, dtype=np.uint32)
+    return [id for id in ids if id is not None][:1]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the ids of a prompt, without special tokens."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 at character {error.start}: type it in UTF-8") from error
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ValueError(f"the prompt {prompt!r} has no tokens: pass another one")
     return ids
 
 
 def _import_tokenizers() -> Any:
     try:
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
+        import tokenizers
     except ImportError as error:
         raise ImportError(f"`tokenizers` is not installed ({error}): {install_hint('train')}") from error
     return tokenizers
