@@ -19,7 +19,8 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard.train import open_model, shakespeare
+from zeroshard.integrations.pretrained import from_pretrained
+from zeroshard.train import shakespeare
 
 
 def parse() -> argparse.Namespace:
@@ -34,11 +35,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
-    """Return a model on the meta device, a function that initializes its modules, and a tokenizer."""
+def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None] | None, Any]:
+    """Return a model without values, a function that initializes its modules, and a tokenizer."""
     if path is not None:
-        stored = open_model(path)  # reads only file headers; init_fn reads each tensor when shard() builds its unit
-        return stored.module, stored.init_fn, transformers.AutoTokenizer.from_pretrained(path)
+        model: Any = from_pretrained(transformers.AutoModelForCausalLM, path, dtype=torch.float32)
+        return model, None, transformers.AutoTokenizer.from_pretrained(path)  # shard() reads the weights
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; no files needed
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -52,7 +53,7 @@ def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device("meta"):  # no memory is allocated
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     return model, model._init_weights, tokenizer  # transformers' own initialisation
 
 
@@ -97,7 +98,7 @@ def main() -> None:
         print(repr(tokenizer.decode(said[0])))
         print(zeroshard.report(model))
     if args.save is not None:
-        with zeroshard.gathered(model):  # the full model on every rank; open_model(…).save() avoids that
+        with zeroshard.gathered(model):  # the full model on every rank; zeroshard.save() and export() avoid that
             if dist.get_rank() == 0:
                 model.save_pretrained(args.save)
                 tokenizer.save_pretrained(args.save)

@@ -70,7 +70,7 @@ METHODS = {
 # A folder imports only from those before it.
 FOLDERS = (
     "utils config models presets comm sharding memory tensor_parallel float8 engine optim activations checkpoint api "
-    "planner auto train cli rehearse integrations __main__"
+    "planner auto integrations train cli rehearse __main__"
 ).split()
 # Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
 # the command line reads its options before it imports torch.)

@@ -35,6 +35,7 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan_json import TIME_PARTS, plans_to_dict
 from zeroshard.planner.plans import Plans
 from zeroshard.planner.strategy import Strategy
+from zeroshard.utils import version
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -353,8 +354,10 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_a_hugging_face_model_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs transformers .* pip install .*\[huggingface\]'"):
+    monkeypatch.setitem(version.TESTED, "transformers", ("99.0", "99.0"))
+    version.check_version.cache_clear()
+    monkeypatch.delitem(sys.modules, "zeroshard.integrations.pretrained", raising=False)
+    with pytest.raises(ImportError, match=r"needs transformers 99\.0 or newer \(found .*\): pip install"):
         open_model(str(tmp_path))
 
 
@@ -381,7 +384,7 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("OWN:pair", "got a tuple whose first element is int"),
         ("OWN:answer", "OWN:answer must be a function that returns a model, got int"),
         ("OWN:stubborn", "Stubborn cannot run on tensors without values"),
-        ("OWN.py", "OWN.py is not JSON"),
+        ("OWN.py", "is not a valid JSON file"),
         (".", ". has no config.json"),
         ("OWN:conv --inputs OWN:answer", "OWN:answer must be a function of the batch size"),
         ("tiny --machine h1000", "unknown machine 'h1000': did you mean 'h100'?"),

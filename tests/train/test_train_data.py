@@ -26,13 +26,13 @@ from zeroshard.train.data.tokenizer import (
     tokenizer_vocab_size,
     train_tokenizer,
 )
-from zeroshard.utils.install_hint import install_hint
 from zeroshard.train.flags import read_options
 from zeroshard.train.models.language_model import open_language_model
 from zeroshard.train.options import TrainingError
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.training_setup import _open_corpus
+from zeroshard.utils.install_hint import install_hint
 
 settings.register_profile("no timing", deadline=None)  # a slow machine is not a failure
 settings.load_profile("no timing")

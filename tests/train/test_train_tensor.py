@@ -211,6 +211,7 @@ def test_a_hugging_face_model_recomputes_its_blocks(kind: str, offload: bool, mo
     ids = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
     gradients: list[dict[str, torch.Tensor]] = []
     for options in ({}, {"recompute": not offload, "offload_activations": offload}):
+        torch.manual_seed(0)
         opened = open_language_model(ModelOptions(model=str(path), lora=kind == "adapters", **options), DataOptions())
         assert isinstance(opened, HuggingFaceModel)
         blocks = opened.base_model.model.layers if kind != "neox" else opened.base_model.gpt_neox.layers

@@ -1,7 +1,7 @@
 """Checkpoints that load on any number of ranks, at any stage, precision and tensor-parallel degree."""
 
 from zeroshard.checkpoint.async_save import Save
-from zeroshard.checkpoint.export import export
+from zeroshard.checkpoint.export import copy_companion_files, export
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import CheckpointIndex, is_checkpoint
 from zeroshard.checkpoint.load import Loaded, load
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointReader",
     "Loaded",
     "Save",
+    "copy_companion_files",
     "export",
     "is_checkpoint",
     "load",

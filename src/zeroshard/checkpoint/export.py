@@ -82,7 +82,7 @@ def export(
         if like is None:
             config = reader.index.huggingface_config
         else:
-            _copy_companion_files(Path(like), partial_directory)
+            copy_companion_files(Path(like), partial_directory)
         if config is not None:
             text = json.dumps(_with_dtype(config, entries), indent=2, ensure_ascii=False)
             (partial_directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -167,7 +167,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _copy_companion_files(source: Path, directory: Path) -> None:
+def copy_companion_files(source: Path, directory: Path) -> None:
+    """Copy the files of a Hugging Face model other than its config and weights: tokenizer, generation config, …."""
     for pattern in _COMPANION_FILE_PATTERNS:
         for path in source.glob(pattern):
             if path.is_file():

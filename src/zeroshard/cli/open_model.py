@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from torch import nn
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import Inputs, model_arguments
 from zeroshard.presets import PRESETS
-from zeroshard.utils.install_hint import install_hint
 
 CONFIG_FILE = "config.json"
 _PRESET_OVERRIDES = ("layers", "heads", "width", "sequence", "vocabulary")
@@ -138,34 +136,10 @@ def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
 
 
 def _open_hugging_face(path: Path) -> OpenedModel:
-    file = path / CONFIG_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"{path} has no {CONFIG_FILE}: pass the directory of a Hugging Face model, or its {CONFIG_FILE}"
-        )
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # includes invalid UTF-8
-        raise ValueError(f"{file} is not JSON ({error}): pass the {CONFIG_FILE} of a Hugging Face model") from None
-    if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ValueError(f'{file} has no "model_type": pass the {CONFIG_FILE} of a Hugging Face model')
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(
-            f"{file} is a Hugging Face model, which needs transformers ({error}): {install_hint('huggingface')}"
-        ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # transformers raises many classes
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"transformers {transformers.__version__} cannot build a causal language model from {file}: {reason}. "
-            "For another kind of model, write a function that builds it and pass it as module:callable"
-        ) from error
-    text = config.get_text_config()
+    from zeroshard.integrations.pretrained import causal_lm_config, meta_causal_lm
+
+    model = meta_causal_lm(causal_lm_config(path))
+    text = model.config.get_text_config()
     layers, width = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
     return OpenedModel(model, None, f"{type(model).__name__}, {layers} layers, width {width}")
 

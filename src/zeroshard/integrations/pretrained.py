@@ -10,6 +10,7 @@ buffers are read at once.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ from zeroshard.utils.version import check_version
 
 check_version("transformers")
 
-import transformers  # noqa: E402
+import torch  # noqa: E402
+import transformers as transformers  # noqa: E402
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402
 from transformers.integrations.fsdp import is_fsdp_enabled  # noqa: E402
 from transformers.models.auto.auto_factory import _BaseAutoModelClass  # noqa: E402
@@ -68,6 +70,57 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *args: Any, 
             "(trust_remote_code): pass that class to from_pretrained(), or call its own from_pretrained()"
         )
     return found
+
+
+def causal_lm_config(path: Path) -> Any:
+    """Return the config of a causal language model: a directory, or a config.json. Code that comes with it never runs.
+
+    Nothing is downloaded.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{path} has no config.json: pass a preset (see `zeroshard presets`), the directory of a Hugging Face "
+            "model, or its config.json (nothing is downloaded)"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many classes
+        raise _unusable(file, error) from error
+
+
+def meta_causal_lm(config: Any) -> Any:
+    """Return the causal language model of a config, on the meta device and in fp32."""
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception as error:
+        raise _unusable(config.name_or_path, error) from error
+
+
+def stored_causal_lm(path: Path) -> Any:
+    """Return the causal language model of a directory in fp32, with weights that are still in the files.
+
+    Raises if weights are missing, or are not the model's.
+    """
+    auto_class = transformers.AutoModelForCausalLM
+    transformers.utils.logging.disable_progress_bar()
+    options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    try:
+        model, found = from_pretrained(
+            auto_class, path.resolve(), output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except Exception as error:
+        raise _unusable(path, error) from error
+    wrong = [f"{kind.replace('_', ' ')}: {str(sorted(names))[:500]}" for kind, names in found.items() if names]
+    if wrong:
+        raise ValueError(f"the weights in {path} are not those of its config: {'; '.join(wrong)}")
+    return model
+
+
+def _unusable(path: str | Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:500] or type(error).__name__
+    return ValueError(f"transformers {transformers.__version__} cannot open {path}: {reason}")
 
 
 def _check_arguments(model_class: Any, path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> None:

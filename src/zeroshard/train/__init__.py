@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
     from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
-    from zeroshard.train.models.huggingface import open_model
     from zeroshard.train.models.language_model import find_output_layers
     from zeroshard.train.options import TrainingError, describe_bug
     from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
@@ -23,7 +22,6 @@ __all__ = [
     "find_output_layers",
     "generate_text",
     "local_ranks",
-    "open_model",
     "read_errors",
     "read_options",
     "report_failure",
@@ -39,7 +37,6 @@ __getattr__, __dir__ = lazy_names(
         "flags": "read_options",
         "generation": "generate_text",
         "options": "TrainingError describe_bug",
-        "models.huggingface": "open_model",
         "models.language_model": "find_output_layers",
         "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import zeroshard
 from zeroshard.models import GPT
 from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableError
 from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
@@ -63,7 +64,7 @@ def resolve_auto(
         raise ValueError(f"--auto: {error}. Omit --auto and set the options explicitly") from error
     resolved = _apply_decision(options, decision.strategy, batching)
     if "recompute" in auto and resolved.model.has_activation_checkpointing:
-        language_model.checkpoint_activations(**resolved.model.checkpoint_kwargs)
+        zeroshard.checkpoint_activations(module, language_model.blocks, **resolved.model.checkpoint_kwargs)
     return resolved, decision.reason
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
-from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
+from zeroshard.train.models.language_model import GPT_MODEL_TYPE, load_reference_gpt
 from zeroshard.train.training_setup import TrainingSetup
 from zeroshard.utils.atomic_file import read_json
 
@@ -48,10 +48,9 @@ def generate_tokens(
 
 def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
     """Generate a text after the run's prompt; return None if it is disabled. All ranks call it together."""
-    run_options, tokenizer_path, language_model = setup.options.run, setup.corpus.tokenizer_path, setup.language_model
-    if not run_options.sample_tokens or tokenizer_path is None:
+    run_options, tokenizer = setup.options.run, setup.corpus.tokenizer
+    if not run_options.sample_tokens or tokenizer is None:
         return None
-    tokenizer = load_tokenizer(tokenizer_path)
     if run_options.prompt is not None:
         ids = encode_prompt(tokenizer, run_options.prompt)
     else:
@@ -59,10 +58,10 @@ def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
         ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
     setup.model.eval()
     tokens = generate_tokens(
-        lambda tokens: language_model.logits(setup.model, tokens),
+        lambda tokens: setup.language_model.logits(setup.model, tokens),
         torch.tensor([ids], device=setup.rank_info.device),
         run_options.sample_tokens,
-        context=language_model.context,
+        context=setup.language_model.context,
         seed=setup.options.training.seed,
     )
     setup.model.train()
@@ -73,9 +72,13 @@ def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
 def generate_text(directory: Path, prompt: str, count: int, *, temperature: float, seed: int) -> str:
     """Return the prompt followed by text from a trained model. ``directory`` is a run, or the model in it."""
     directory = directory / "model" if (directory / "model").is_dir() else directory
-    logits, context = _load_model(directory)
     tokenizer = load_tokenizer(directory)
     ids = encode_prompt(tokenizer, prompt)
+    try:
+        logits, context = _load_model(directory)
+    except Exception as error:  # transformers, peft and torch raise many classes
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"cannot load the model in {directory} ({type(error).__name__}: {reason})") from error
     tokens = generate_tokens(
         logits, torch.tensor([ids], device="cpu"), count, context=context, temperature=temperature, seed=seed
     )
@@ -84,12 +87,10 @@ def generate_text(directory: Path, prompt: str, count: int, *, temperature: floa
 
 def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
     """Load the model in a directory; return its logits function and its context."""
-    config, adapter_config = directory / "config.json", directory / "adapter_config.json"
+    config = directory / "config.json"
     if config.is_file() and read_json(config).get("model_type") == GPT_MODEL_TYPE:
-        model = ReferenceGPT.load(directory).eval()
+        model = load_reference_gpt(directory)
         return model, model.config.context
-    if not config.is_file() and not adapter_config.is_file():
-        raise FileNotFoundError(f"{directory} has no trained model (no config.json): pass a finished run")
     from zeroshard.train.models.huggingface import load_trained
 
     return load_trained(directory)

@@ -68,8 +68,7 @@ def shakespeare() -> str:
     'ROMEO AND JULIET'
     """
     ids = np.frombuffer(lzma.decompress((_BUNDLED / "shakespeare.xz").read_bytes()), dtype="<u2")
-    text: str = load_tokenizer(_BUNDLED).decode(ids.tolist())
-    return text
+    return str(load_tokenizer(_BUNDLED).decode(ids.tolist()))
 
 
 def encode_corpus(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -18,91 +17,57 @@ from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.utils.atomic_file import read_json, write_json
 from zeroshard.utils.safetensors_files import SafetensorsWeights, TensorInfo, write_safetensors_directory
 
+if TYPE_CHECKING:
+    from zeroshard.train.models.huggingface import HuggingFaceModel
+
+LanguageModel: TypeAlias = "ReferenceGPT | HuggingFaceModel"
 GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging Face's models
 
 
-class LanguageModel(Protocol):
-    """A causal language model on the meta device, with its loss, logits and format."""
-
-    module: nn.Module
-    description: str
-    """One line."""
-    vocab_size: int
-    context: int | None
-    """Longest sequence; None if the model has no limit."""
-    layers: int
-    """Number of blocks."""
-    width: int
-    """Size of the residual stream."""
-    tokenizer_path: Path | None
-    """The model's own tokenizer, if any."""
-    is_pretrained: bool
-
-    @property
-    def init_fn(self) -> Callable[[nn.Module], None] | None:
-        """Initializes one module's own parameters, for :class:`zeroshard.Config`; None: ``reset_parameters``."""
-
-    def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        """Recompute the blocks' activations in backward; see :func:`zeroshard.checkpoint_activations`."""
-
-    def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy, in fp32."""
-
-    def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the (batch, sequence, vocab_size) scores of the next token."""
-
-    def save(self, module: nn.Module, directory: Path | None) -> None:
-        """Write the sharded model in its original format. All ranks call it; only one passes a directory."""
-
-
 class ReferenceGPT:
-    """The reference GPT as a LanguageModel."""
+    """The reference GPT, without values in memory, with its loss, logits and format.
 
-    init_fn = None
-    tokenizer_path: Path | None = None
-    is_pretrained = False
+    ``context`` is the longest sequence, ``width`` the size of the residual stream. ``init_fn`` initializes one module's
+    own parameters, for :class:`zeroshard.Config`; None means ``reset_parameters``. Activation checkpointing
+    recomputes ``blocks``.
 
-    def __init__(self, config: GPTConfig) -> None:
-        with torch.device("meta"):
-            self.module: nn.Module = GPT(config)
-        self.config = config
-        self.vocab_size, self.layers, self.width = config.vocab_size, config.layers, config.width
-        self.context: int | None = config.context
-        self.description = f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
+    >>> ReferenceGPT(ModelOptions(layers=2), DataOptions()).description
+    'GPT, 2 layers, 4 heads, width 128'
+    """
 
-    @classmethod
-    def from_options(cls, model: ModelOptions, data: DataOptions) -> ReferenceGPT:
-        """Create the preset's model, with the changes in the options.
-
-        >>> ReferenceGPT.from_options(ModelOptions(layers=2), DataOptions()).description
-        'GPT, 2 layers, 4 heads, width 128'
-        """
+    def __init__(self, model: ModelOptions, data: DataOptions) -> None:
         preset = PRESETS[model.model]
-        config = GPTConfig(
+        self.config = GPTConfig(
             vocab_size=data.vocabulary or preset.vocabulary,
             context=model.sequence or preset.context,
             layers=model.layers or preset.layers,
             heads=model.heads or preset.heads,
             width=model.width or preset.width,
         )
-        language_model = cls(config)
-        if model.has_activation_checkpointing:
-            language_model.checkpoint_activations(**model.checkpoint_kwargs)
-        return language_model
-
-    def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        zeroshard.checkpoint_activations(self.module, [Block], partition=partition, offload=offload)
+        with torch.device("meta"):
+            self.module: nn.Module = GPT(self.config)
+        self.vocab_size = self.config.vocab_size
+        self.layers = self.config.layers
+        self.width = self.config.width
+        self.context: int | None = self.config.context
+        self.description = f"GPT, {self.layers} layers, {self.config.heads} heads, width {self.width}"
+        self.tokenizer_path: Path | None = None
+        self.is_pretrained = False
+        self.blocks = [Block]
+        self.init_fn: Callable[[nn.Module], None] | None = None
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy, in fp32."""
         loss: torch.Tensor = module(tokens, targets)
         return loss
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the (batch, sequence, vocab_size) scores of the next token."""
         logits: torch.Tensor = module(tokens)
         return logits
 
     def save(self, module: nn.Module, directory: Path | None) -> None:
-        """Write config.json and model.safetensors."""
+        """Write config.json and model.safetensors. All ranks call it; only one passes a directory."""
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         entries = [TensorInfo(name, torch.float32, shape) for name, shape in shapes.items()]
         write_safetensors_directory(
@@ -111,31 +76,35 @@ class ReferenceGPT:
         if directory is not None:
             write_json(directory / "config.json", {"model_type": GPT_MODEL_TYPE, **dataclasses.asdict(self.config)})
 
-    @staticmethod
-    def load(directory: Path) -> GPT:
-        """Read what :meth:`save` wrote, as an unsharded model."""
-        config = read_json(directory / "config.json")
-        config.pop("model_type")
-        model = GPT(GPTConfig(**config))
-        with SafetensorsWeights(directory) as weights:
-            model.load_state_dict(dict(weights))
-        return model
+
+def load_reference_gpt(directory: Path) -> GPT:
+    """Read what :meth:`ReferenceGPT.save` wrote, as an unsharded model."""
+    config = read_json(directory / "config.json")
+    config.pop("model_type")
+    model = GPT(GPTConfig(**config))
+    model.load_state_dict(dict(SafetensorsWeights(directory)))
+    return model.eval()
 
 
 def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel:
-    """Open the model that the options name."""
+    """Open the model that the options name, with its adapters and activation checkpointing."""
+    language_model: LanguageModel
     if model.model in PRESETS:
         if model.lora:
             raise ValueError("--lora needs a Hugging Face model: pass its directory as --model")
-        return ReferenceGPT.from_options(model, data)
-    if data.vocabulary is not None:
-        raise ValueError("--vocabulary is for presets; a Hugging Face model sets it in config.json: omit --vocabulary")
-    matches = difflib.get_close_matches(model.model, PRESETS, n=1)
-    if matches and not Path(model.model).exists():
-        raise ValueError(f"--model {model.model!r} is neither a preset nor a local path: did you mean {matches[0]!r}?")
-    from zeroshard.train.models.huggingface import open_hugging_face
+        language_model = ReferenceGPT(model, data)
+    else:
+        for options, name in ((data, "vocabulary"), (model, "layers"), (model, "heads"), (model, "width")):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} is for presets; a Hugging Face model sets it in config.json: omit --{name}")
+        from zeroshard.train.models.huggingface import HuggingFaceModel
 
-    return open_hugging_face(model)
+        language_model = HuggingFaceModel(Path(model.model))
+        if model.lora:
+            language_model.add_lora(model.lora_rank, model.lora_alpha, model.lora_targets)
+    if model.has_activation_checkpointing:
+        zeroshard.checkpoint_activations(language_model.module, language_model.blocks, **model.checkpoint_kwargs)
+    return language_model
 
 
 def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int:
@@ -150,7 +119,7 @@ def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int
 def find_output_layers(module: nn.Module) -> tuple[str, ...]:
     """Return the name of the layer that computes the logits: it stays in bf16 with --precision fp8.
 
-    >>> from zeroshard.models import GPT, GPTConfig
+    >>> from zeroshard.models import GPT, Block, GPTConfig
     >>> find_output_layers(GPT(GPTConfig(vocab_size=16, context=4, layers=1, heads=1, width=8)))
     ('head',)
     """
