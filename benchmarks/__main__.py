@@ -22,7 +22,8 @@ COMMANDS = {  # name → where its function is, and what it measures
     "memory": ("suites.memory:main", "reserved and allocated memory, and training in memory that is nearly full"),
     "muon": ("suites.optimizer:muon", "a step of Muon, compared with its matrix products and with FSDP2"),
     "offload": ("suites.offload:main", "states on the host and on disk: a step, and the largest model"),
-    "paper": ("suites.paper:main", "Figures 6 and 7 of the paper"),
+    "paper": ("paper.measured:main", "Figures 6 and 7 of the paper"),
+    "paper_predicted": ("paper.predicted:main", "the paper's tables and figures as the planner predicts them"),
     "peers": ("suites.peers:main", "zeroshard, DDP, FSDP2, DeepSpeed and the floor, on many workloads"),
     "planner": ("suites.planner:main", "predicted and measured memory and time"),
     "pretrained": ("suites.pretrained:main", "loading a transformers model into shards: time and memory"),
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         module, _, function = COMMANDS[name][0].partition(":")
         getattr(import_module(f"benchmarks.{module}"), function)(rest)
         return
-    listed = "\n".join(f"  {command:<12}  {what}" for command, (_, what) in COMMANDS.items())
+    listed = "\n".join(f"  {command:<15}  {what}" for command, (_, what) in COMMANDS.items())
     usage = f"usage: python -m benchmarks NAME [options]\n\n{listed}\n\nNAME --help lists the options of one."
     if name in ("-h", "--help"):
         print(usage)

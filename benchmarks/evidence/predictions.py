@@ -14,9 +14,10 @@ import torch
 
 from benchmarks.evidence.titan import GiB, LlamaShape
 from benchmarks.harness.record import Record, Result, describe, ratio
+from benchmarks.paper.predicted import paper_flops, paper_step_time
+from benchmarks.paper.printed import FIGURE_2, PaperRun
 from zeroshard.planner import Machine, Strategy
 from zeroshard.planner.plans import evaluate_strategy
-from zeroshard.planner.scaling import paper, paper_tables
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 # torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, Tables 1 and 3: GPUs, technique → tokens/s a GPU, GiB
@@ -59,7 +60,7 @@ def run(chosen: argparse.Namespace) -> None:
     traced = TracedModel(model, loop, precision="bf16", reduce_dtype="fp32")
     show_titan(record, traced, shape)
     show_own(record, traced, shape)
-    show_paper(record, paper_tables.FIGURE_2[:2] if chosen.tiny else paper_tables.FIGURE_2)
+    show_paper(record, FIGURE_2[:2] if chosen.tiny else FIGURE_2)
 
 
 def show_titan(record: Record, traced: TracedModel, shape: LlamaShape) -> None:
@@ -82,12 +83,12 @@ def show_own(record: Record, traced: TracedModel, shape: LlamaShape) -> None:
     record.show("own", ("ms a step", "tokens/s", "allocated GiB", "reserved GiB"), [row])
 
 
-def show_paper(record: Record, runs: tuple[paper_tables.PaperRun, ...]) -> None:
+def show_paper(record: Record, runs: tuple[PaperRun, ...]) -> None:
     """Predict Figure 2 of the ZeRO paper, from published rates alone and with the curve that is fitted to it."""
     table = []
     for each in runs:
         plain, fitted = (
-            paper.paper_flops(each) / paper.paper_step_time(each, machine).step / 1e12
+            paper_flops(each) / paper_step_time(each, machine).step / 1e12
             for machine in (Machine.resolve("dgx2"), None)
         )
         row = f"{each.label} on {each.gpus} V100"

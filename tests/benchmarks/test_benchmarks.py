@@ -25,6 +25,7 @@ from ranks import run_processes
 
 from benchmarks.harness import record, search, shared_gpu, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
+from benchmarks.paper import measured as paper
 from benchmarks.suites import (
     checkpoint,
     fp8,
@@ -32,7 +33,6 @@ from benchmarks.suites import (
     memory,
     offload,
     optimizer,
-    paper,
     peers,
     planner,
     pretrained,

@@ -1,4 +1,4 @@
-"""The command `zeroshard simulate`: how training scales with the number of devices, and the paper's results."""
+"""The command `zeroshard simulate`: how training scales with the number of devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine
 
-PAPER = "paper"
 EXACT = "none"  # instead of an 8-bit dtype
 NETWORK_NODES = 4  # of the cluster whose networks are compared, unless the devices are given
 SHAPE_OPTIONS = ("layers", "heads", "width")
@@ -38,14 +37,11 @@ OFFLOADS = {"none": None, "host": "host", "disk": {"optimizer": "disk", "directo
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status: 2 if it cannot be simulated."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
         check_output_files(json=options.json)
-        if options.model == PAPER:
-            _reject_ignored_flags(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
-        result = _simulate_paper(echo) if options.model == PAPER else _simulate(options, echo)
+        result = _simulate(options, echo)
         if options.json is not None:
             write_json(result, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
@@ -58,10 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroshard simulate",
         description="Predict how training a model scales from one device to thousands: throughput per device, parts of "
-        "the step time, where each stage stops scaling, and the largest model. `zeroshard simulate paper` "
-        "reproduces the tables and figures of the ZeRO paper, next to the paper's own numbers.",
+        "the step time, where each stage stops scaling, and the largest model.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or the word paper")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--devices",
@@ -133,14 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _reject_ignored_flags(given: argparse.Namespace) -> None:
-    """Raise for flags that `paper` ignores; in ``given`` a flag that was not given is None, even with a default."""
-    names = [name for name, value in vars(given).items() if value is not None and name not in ("model", "json")]
-    if names:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise ValueError(f"the paper has its own models, devices and training: with {PAPER!r}, leave out {flags}")
-
-
 def _parse_device_counts(text: str) -> list[int]:
     """Parse numbers, and ranges in powers of two."""
     counts: list[int] = []
@@ -167,23 +154,6 @@ def _parse_rates(text: str) -> list[float]:
 
 def _parse_replicas(text: str) -> list[int | str]:
     return [part if part == "nodes" else positive_int(part) for part in text.split(",")]
-
-
-def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
-    from zeroshard.cli.simulate_output import paper_table, paper_to_dict
-    from zeroshard.planner.scaling import PAPER_CURVE, paper_results
-
-    echo(
-        "The ZeRO paper (arXiv 1910.02054v3) and zeroshard's predictions, on the machine dgx2 with its published rates."
-        f"\nFitted, once for all figures: the efficiency curve, share {PAPER_CURVE.share:g}, half "
-        f"{PAPER_CURVE.half:.3g} FLOPs."
-        "\nNumbers of the paper's figures are read off their bars, to 2 %."
-    )
-    results = []
-    for result in paper_results():
-        echo(f"\n{paper_table(result)}")
-        results.append(result)
-    return paper_to_dict(results)
 
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sweeps, largest models and the paper's results as tables for a terminal, and as plain data for JSON.
+"""Sweeps and largest models as tables for a terminal, and as plain data for JSON.
 
 In JSON, sizes are in bytes and times in seconds.
 """
@@ -6,21 +6,18 @@ In JSON, sizes are in bytes and times in seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from zeroshard.cli.plan_text import align_columns, format_batch, format_seconds
 from zeroshard.planner import Machine, plan_to_dict
 from zeroshard.planner.scaling import (
-    PAPER_CURVE,
     WAIT_KINDS,
     LargestModel,
-    PaperResult,
     ScalingPoint,
     ScalingSimulation,
     StageScaling,
-    mean_error,
 )
 from zeroshard.utils.format import format_bytes
 from zeroshard.utils.version import software_versions
@@ -127,32 +124,6 @@ def _largest_text(one: LargestModel | None) -> str:
     return f"{'' if one.confirmed else '≈ '}{size} ({one.layers:,} layers{limit_text})"
 
 
-def paper_table(result: PaperResult) -> str:
-    """Return a table or figure of the paper, with zeroshard's prediction next to each number."""
-    error = result.mean_error
-    if error is None:
-        summary = f"{result.num_exact} of {len(result.cells)} as printed"
-        return f"{result.name}: {result.about}\n{_printed_table(result)}\n{summary}"
-    rows = [["", "", "paper", "ours", "error"]]
-    rows += [[c.row, c.column, f"{c.paper:g}", f"{c.ours:.1f}", f"{c.error:+.0%}"] for c in result.cells]
-    means = [f"mean error {error:.0%}"]
-    kinds = list(dict.fromkeys(cell.column for cell in result.cells))
-    if set(kinds) == {"ZeRO", "baseline"}:
-        means += [f"{kind} {mean_error([c for c in result.cells if c.column == kind]):.0%}" for kind in kinds]
-    return f"{result.name}: {result.about}\n{align_columns(rows, left_aligned=(0, 1))}\n{', '.join(means)}"
-
-
-def _printed_table(result: PaperResult) -> str:
-    """Return a table in the paper's form; a cell that differs from the printed text shows both."""
-    headers = list(dict.fromkeys(cell.column for cell in result.cells))
-    rows = [["", *headers]]
-    for name in dict.fromkeys(cell.row for cell in result.cells):
-        cells = {cell.column: cell for cell in result.cells if cell.row == name}
-        shown = [cells[header] for header in headers]
-        rows.append([name, *(str(c.ours) if c.ours == c.paper else f"{c.ours}, printed {c.paper}" for c in shown)])
-    return align_columns(rows, left_aligned=(0,))
-
-
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
     """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where series stop scaling."""
     return {
@@ -194,22 +165,4 @@ def largest_to_dict(found: dict[tuple[int, int], LargestModel], model: str, mach
         "machine": json.loads(machine.to_json()),
         "versions": software_versions(),
         "largest": records,
-    }
-
-
-def paper_to_dict(results: Iterable[PaperResult]) -> dict[str, Any]:
-    """Return the paper's tables and figures, each number with zeroshard's prediction."""
-    return {
-        "versions": software_versions(),
-        "curve": asdict(PAPER_CURVE),
-        "exhibits": [
-            {
-                "name": result.name,
-                "about": result.about,
-                "mean_error": result.mean_error,
-                "exact": result.num_exact,
-                "cells": [asdict(cell) | {"error": cell.error} for cell in result.cells],
-            }
-            for result in results
-        ],
     }

@@ -1,4 +1,4 @@
-"""Simulate training on any number of devices, find the largest model, and reproduce the ZeRO paper's results."""
+"""Simulate training on any number of devices, and find the largest model."""
 
 from zeroshard.planner.scaling.largest_model import (
     LargestModel,
@@ -7,7 +7,6 @@ from zeroshard.planner.scaling.largest_model import (
     find_largest_model,
     gpt_family,
 )
-from zeroshard.planner.scaling.paper import PAPER_CURVE, PaperResult, mean_error, paper_results
 from zeroshard.planner.scaling.sweep import (
     DEVICE_COUNTS,
     WAIT_KINDS,
@@ -20,10 +19,8 @@ from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 __all__ = [
     "DEVICE_COUNTS",
-    "PAPER_CURVE",
     "WAIT_KINDS",
     "LargestModel",
-    "PaperResult",
     "ScalingPoint",
     "ScalingSimulation",
     "StageScaling",
@@ -33,7 +30,5 @@ __all__ = [
     "find_family",
     "find_largest_model",
     "gpt_family",
-    "mean_error",
-    "paper_results",
     "simulate",
 ]

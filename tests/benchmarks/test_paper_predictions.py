@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.cli.simulate import main
-from zeroshard.cli.simulate_output import paper_table
+from benchmarks.harness.record import Record
+from benchmarks.paper import predicted as paper
+from benchmarks.paper.predicted import PaperCell, PaperResult, mean_error
+from benchmarks.paper.printed import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.scaling import paper
-from zeroshard.planner.scaling.paper import PaperCell, PaperResult, mean_error
-from zeroshard.planner.scaling.paper_tables import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
 from zeroshard.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -48,9 +47,10 @@ def test_a_trillion_parameters_take_sixteen_gigabytes_each_on_1024_devices() -> 
     assert TABLE_1[1000][1024][2] == "15.6"
 
 
-def test_a_cell_that_differs_is_shown_with_what_is_printed() -> None:
-    text = paper_table(PaperResult("Table 9", "GB", (PaperCell("a", "b", "1.5", "1.6"), PaperCell("a", "c", "2", "2"))))
-    assert "1.6, printed 1.5" in text and "1 of 2 as printed" in text
+def test_a_cell_that_differs_is_shown_with_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = PaperResult("Table 9", "GB", (PaperCell("a", "b", "1.5", "1.6"), PaperCell("a", "c", "2", "2")))
+    assert paper.show(Record("paper_predicted", "cpu", None), result) == ["Table 9", "GB", 2, "1 as printed"]
+    assert "| a | b | 1.5   | 1.6       |" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------- throughput
@@ -141,18 +141,17 @@ def test_figure_7_is_what_was_measured_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_shows_all(
+def test_the_command_records_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("figure_1", "table_1", "table_2", "figure_2", "figure_3", "figure_4", "figure_6", "figure_7")
     for name in names:
         monkeypatch.setattr(paper, name, functools.partial(shown, getattr(paper, name)))
-    assert main(["paper", "--json", str(tmp_path / "paper.json")]) == 0
-    said, kept = capsys.readouterr().out, json.loads((tmp_path / "paper.json").read_text())
-    assert "54 of 54 as printed" in said and "20 of 20 as printed" in said and "4 of 4 as printed" in said
-    assert [exhibit["name"].lower().replace(" ", "_") for exhibit in kept["exhibits"]] == list(names)
-    for exhibit in kept["exhibits"]:
-        if exhibit["mean_error"] is not None:
-            assert f"mean error {exhibit['mean_error']:.0%}" in said
-            errors = [abs(cell["ours"] / cell["paper"] - 1) for cell in exhibit["cells"]]
-            assert exhibit["mean_error"] == pytest.approx(sum(errors) / len(errors))
+    paper.main(["--out", str(tmp_path / "paper.json")])
+    said, tables = capsys.readouterr().out, json.loads((tmp_path / "paper.json").read_text())["tables"]
+    assert [name.replace(" ", "_") for name in tables] == [*names, "summary"]
+    for (name, *_, match), text in zip(tables["summary"]["rows"], names, strict=True):
+        result = shown(getattr(paper, text).args[0])
+        error = result.mean_error
+        assert match == (f"{len(result.cells)} as printed" if error is None else f"mean error {error:.0%}")
+        assert name == result.name and match in said

@@ -1,4 +1,6 @@
-"""Reproduce the tables and figures of the ZeRO paper.
+"""The planner's predictions for the tables and figures of the ZeRO paper. No GPU is needed.
+
+    python -m benchmarks paper_predicted
 
 [Note: simulating the paper's runs]
 Table 1, Table 2 and Figure 1 follow from what is partitioned (``placement.py``). The other figures come from the
@@ -21,20 +23,20 @@ In all runs the logits and their loss are sharded over the tensor axis, as in Me
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from functools import cache, partial
+from pathlib import Path
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
-from zeroshard.planner.scaling.largest_model import find_deepest_member, gpt_family
-from zeroshard.planner.scaling.paper_tables import (
+from benchmarks.harness.record import Record
+from benchmarks.paper.printed import (
     FIGURE_1,
     FIGURE_2,
     FIGURE_3,
@@ -46,6 +48,9 @@ from zeroshard.planner.scaling.paper_tables import (
     PaperModelFit,
     PaperRun,
 )
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
+from zeroshard.planner.scaling import find_deepest_member, gpt_family
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
@@ -278,3 +283,30 @@ def figure_7() -> PaperResult:
         row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
         cells.append(PaperCell(row, "GB", fit.value, footprint.reserved / 1e9))
     return PaperResult("Figure 7", "GB cached by the allocator at the most", tuple(cells))
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def show(record: Record, result: PaperResult) -> list[object]:
+    """Print a table or figure, the paper's number beside ours; return its row in the summary."""
+    rows = []
+    for cell in result.cells:
+        ours = cell.ours if cell.error is None else f"{cell.ours:.1f}"
+        rows.append([cell.row, cell.column, cell.paper, ours, "" if cell.error is None else f"{cell.error:+.0%}"])
+    print(f"\n{result.name}: {result.about}")
+    record.show(result.name.lower(), ("", "", "paper", "zeroshard", "error"), rows)
+    error = result.mean_error
+    match = f"{result.num_exact} as printed" if error is None else f"mean error {error:.0%}"
+    return [result.name, result.about, len(rows), match]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Predict all tables and figures, and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write a record of the run as JSON")
+    record = Record("paper_predicted", "cpu", parser.parse_args(argv).out)
+    record.add({"machine": "dgx2", "fitted curve": asdict(PAPER_CURVE)})
+    summary = [show(record, result) for result in paper_results()]
+    print()
+    record.show("summary", ("", "", "numbers", "predicted"), summary)

@@ -1,4 +1,4 @@
-"""Figures 6 and 7 of the paper: the largest model, and the memory cached, under the configurations C1 to C5.
+"""Figures 6 and 7 of the paper: the largest model, and the memory cached, under the configurations C1 to C5, measured.
 
     python -m benchmarks paper                        # on a GPU with over 100 GB: three runs of 32 GB at a time
     python -m benchmarks paper --tiny --device cpu
@@ -25,27 +25,15 @@ from benchmarks.harness.training import Memory, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import WORKLOADS, Workload
+from benchmarks.paper.printed import FIGURE_6, FIGURE_7, PaperModelFit
 from zeroshard.presets import CONFIGURATIONS
 
 MESH = (25, 16)  # data × tensor: the paper's 400 GPUs
 LIMIT, TINY_LIMIT = 32e9, 6e5  # bytes of one
 
 
-def _gpt(layers: int, heads: int, width: int, batch: int = 16) -> Workload:
-    return Workload("frugal gpt", layers=layers, heads=heads, width=width, batch=batch)
-
-
-FIGURE_7 = {  # model → (workload, cached GB by configuration), Table 8
-    "40B": (_gpt(50, 32, 8192), {"C1": 29.7, "C2": 24.1, "C3": 25.4, "C4": 19.8, "C5": 19.8}),
-    "100B": (_gpt(125, 64, 8192, batch=32), {"C4": 29.6, "C5": 26.6}),
-}
-FIGURE_6 = {  # configuration → (the paper's largest model, its parameters in B), Table 7
-    "C1": (_gpt(50, 32, 8192), 40),
-    "C2": (_gpt(132, 64, 6144), 60),
-    "C3": (_gpt(62, 32, 8192), 50),
-    "C4": (_gpt(175, 64, 8192), 140),
-    "C5": (_gpt(187, 64, 8192), 150),
-}
+def _workload(fit: PaperModelFit) -> Workload:
+    return Workload("frugal gpt", layers=fit.layers, heads=fit.heads, width=fit.width, batch=fit.batch)
 
 
 def measure(configuration: str, shape: dict[str, Any], device: str, limit: float) -> Result:
@@ -62,17 +50,21 @@ def measure(configuration: str, shape: dict[str, Any], device: str, limit: float
 
 def show_figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
     """Measure the memory cached."""
-    cases = [(model, name) for model, (_, paper) in FIGURE_7.items() for name in paper]
+
+    def run(fit: PaperModelFit) -> Result:
+        work = _workload(fit)
+        shape = asdict(replace(_shrink(work), layers=2) if chosen.tiny else work)
+        return trials.run(configuration=fit.configuration, shape=shape)
+
     with ThreadPoolExecutor(chosen.parallel) as pool:
-        shapes = {m: replace(_shrink(work), layers=2) if chosen.tiny else work for m, (work, _) in FIGURE_7.items()}
-        results = list(pool.map(lambda case: trials.run(configuration=case[1], shape=asdict(shapes[case[0]])), cases))
+        results = list(pool.map(run, FIGURE_7))
     table = []
-    for (model, name), result in zip(cases, results, strict=True):
-        work, paper = FIGURE_7[model]
+    for fit, result in zip(FIGURE_7, results, strict=True):
         cached = gigabytes(result.get("reserved"))
         failed = "out of memory" if "out_of_memory" in result else result.get("error", "").partition("\n")[0]
-        cells = [paper[name], cached, ratio(cached, paper[name]), gigabytes(result.get("allocated")), failed]
-        table.append([model, work.batch, name, CONFIGURATIONS[name].notation, *cells])
+        cells = [fit.value, cached, ratio(cached, fit.value), gigabytes(result.get("allocated")), failed]
+        notation = CONFIGURATIONS[fit.configuration].notation
+        table.append([fit.label, fit.batch, fit.configuration, notation, *cells])
     print("\nFigure 7: memory cached at the peak")
     heads = ("model", "batch", "", "", "paper GB", "zeroshard GB", "of the paper's", "allocated GB", "")
     trials.show("figure 7", heads, table)
@@ -80,8 +72,9 @@ def show_figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
 
 def show_figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
     """Find the largest model."""
-    papers = {name: FIGURE_6[name] for name in chosen.configurations}
-    shapes = {name: _shrink(work) if chosen.tiny else work for name, (work, _) in papers.items()}
+    papers = {fit.configuration: fit for fit in FIGURE_6 if fit.configuration in chosen.configurations}
+    works = {name: _workload(fit) for name, fit in papers.items()}
+    shapes = {name: _shrink(work) if chosen.tiny else work for name, work in works.items()}
     limit = TINY_LIMIT if chosen.tiny else LIMIT
 
     def search(name: str) -> Found:
@@ -97,7 +90,7 @@ def show_figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
         found = dict(zip(shapes, pool.map(search, shapes), strict=True))
     table = []
     for name, result in found.items():
-        paper = papers[name][1]
+        paper = papers[name].value
         fits, fails = (_billions(shapes[name], layers) for layers in (result.fits, result.fails))
         cached = gigabytes(result.tried.get(result.fits, {}).get("reserved"))
         cells = [fits, ratio(fits, paper), result.fits, cached, fails, result.fails]
@@ -119,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run both figures and print tables."""
     parser = make_parser(__doc__, parallel=3)
     parser.add_argument("--figures", nargs="*", type=int, choices=(6, 7), default=(7, 6))
-    names = list(FIGURE_6)
+    names = [fit.configuration for fit in FIGURE_6]
     parser.add_argument("--configurations", nargs="*", choices=names, default=names, help="of Figure 6")
     chosen = parser.parse_args(argv)
     trials = Trials("paper", measure, chosen, device=chosen.device, limit=TINY_LIMIT if chosen.tiny else LIMIT)
