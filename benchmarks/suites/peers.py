@@ -36,7 +36,7 @@ from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, 
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import PEERS, VARIANTS, Job, precision
 from benchmarks.harness.workloads import FLOORS, ON_CPU, ON_GPU, WORKLOADS, Workload
-from zeroshard.train.metrics import peak_flops
+from zeroshard.planner import gpu_peak_flops
 
 WARMUP = {"cuda": 8, "cpu": 3}  # steps: on a GPU, zeroshard searches its segments in the first few
 NOT_NCCL = """\
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = chosen.rows or (["tiny"] if chosen.tiny else ON_GPU if chosen.device == "cuda" else ON_CPU)
     if chosen.ranks > 1:
         print(NOT_NCCL)
-    peak = peak_flops(machine(chosen.device)["device"], precision(chosen.device))
+    peak = gpu_peak_flops(machine(chosen.device)["device"], precision(chosen.device))
     for name in rows:
         work = choose(name, chosen.tiny, chosen.ranks)
         wanted = [variant for variant in work.variants if variant in chosen.variants or variant == FLOORS[0]]

@@ -166,7 +166,7 @@ def test_every_figure_is_next_to_the_floor_and_the_best_peer(
 
     monkeypatch.setattr(trials, "run_process", known)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(peers, "peak_flops", lambda *_: 1e15)
+    monkeypatch.setattr(peers, "gpu_peak_flops", lambda *_: 1e15)
     chosen = [*ms, "DDP", *DEEPSPEED]
     row = "1.4B, batch 16, alone"
     peers.main(["--device", "cpu", "--rows", row, "--variants", *chosen, "--out", str(tmp_path / "out.json")])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroshard.planner.machines import cache as machine_cache
 from zeroshard.planner.machines.machine import EfficiencyCurve, Link, Machine
-from zeroshard.planner.machines.presets import MACHINE_PRESETS, preset_of_gpu
+from zeroshard.planner.machines.presets import MACHINE_PRESETS, gpu_peak_flops, preset_of_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,9 @@ def test_every_preset_is_a_machine_and_survives_its_json(name: str) -> None:
         ("a100-40gb", 8, 40, 312, 300, 200),
         ("h100", 8, 80, 989.4, 450, 400),
         ("h200", 8, 141e9 / 2**30, 989.4, 450, 400),
+        ("b200", 8, 180, 2250, 900, 400),
+        ("gb200", 72, 186, 2500, 900, 3600),
+        ("mi300x", 8, 192, 1307.4, 447, 400),
     ],
 )
 def test_presets_have_their_data_sheets_rates(
@@ -74,9 +77,45 @@ def test_gpus_are_known_by_what_they_say_of_themselves() -> None:
         "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA A100-SXM4-40GB": "a100-40gb",
         "Tesla V100-SXM3-32GB": "dgx2",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA B200": "b200",
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA GeForce RTX 4090": "4090",
         "NVIDIA GeForce GTX 1080": None,
     }
     assert {name: preset_of_gpu(name) for name in said} == said
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA H200", "fp16", 989.4e12),
+        ("NVIDIA H20", "bf16", None),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA L40S", "bf16", 362.05e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GB200", "bf16", 2500e12),
+        ("AMD Instinct MI300X", "fp16", 1307.4e12),
+        ("cpu", "fp32", None),
+        ("", "bf16", None),
+    ],
+)
+def test_peak_of_a_device_is_its_own_or_unknown(name: str, precision: str, peak: float | None) -> None:
+    assert gpu_peak_flops(name, precision) == peak
 
 
 # -- what is given ----------------------------------------------------------------------------------------------------

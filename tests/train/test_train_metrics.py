@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops
+from zeroshard.train.metrics import MetricsFile, StepMetrics, flops_per_token
 
 
 def figures(step: int, loss: float = 5.0, **others: float | None) -> StepMetrics:
@@ -99,32 +99,3 @@ def test_flops_of_a_token_by_hand() -> None:
     attention = 2 * 3 * (2 * 16 * 8 + 2 * 16 * 8)
     assert flops_per_token(1000, 0, layers=2, width=8, sequence=16) == 6 * 1000 + attention == 9072
     assert flops_per_token(100, 900, layers=2, width=8, sequence=16) == 600 + 4 * 900 + attention
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [
-        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
-        ("Tesla V100-SXM2-16GB", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA H100 NVL", "bf16", None),
-        ("NVIDIA H200", "fp16", 989e12),
-        ("NVIDIA H20", "bf16", None),
-        ("NVIDIA L4", "bf16", 121e12),
-        ("NVIDIA L40", "bf16", None),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA A10", "bf16", 125e12),
-        ("NVIDIA A10G", "bf16", None),
-        ("NVIDIA B200", "bf16", 2250e12),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
-        ("cpu", "fp32", None),
-        ("", "bf16", None),
-    ],
-)
-def test_peak_of_a_device_is_its_own_or_unknown(name: str, precision: str, peak: float | None) -> None:
-    assert peak_flops(name, precision) == peak

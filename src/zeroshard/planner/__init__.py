@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from zeroshard.planner.auto import NothingFitsError, PlanningOptions
     from zeroshard.planner.calibration.calibrate import calibrate
     from zeroshard.planner.machines.machine import Machine
-    from zeroshard.planner.machines.presets import MACHINE_PRESETS
-    from zeroshard.planner.plan_json import plan_to_dict, plans_to_dict
+    from zeroshard.planner.machines.presets import MACHINE_PRESETS, gpu_peak_flops
+    from zeroshard.planner.plan_json import JSON_VERSION, plan_to_dict, plans_to_dict
     from zeroshard.planner.plans import Plan, Plans, plan
     from zeroshard.planner.state_sizes import PredictedMemory, plan_sizes, predict_memory
     from zeroshard.planner.strategy import Strategy
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT_MODES",
+    "JSON_VERSION",
     "MACHINE_PRESETS",
     "CheckpointMode",
     "Inputs",
@@ -39,6 +40,7 @@ __all__ = [
     "WholeParamSpec",
     "calibrate",
     "find_whole_params",
+    "gpu_peak_flops",
     "model_arguments",
     "plan",
     "plan_sizes",
@@ -54,8 +56,8 @@ __getattr__, __dir__ = lazy_names(
         "auto": "NothingFitsError PlanningOptions",
         "calibration.calibrate": "calibrate",
         "machines.machine": "Machine",
-        "machines.presets": "MACHINE_PRESETS",
-        "plan_json": "plan_to_dict plans_to_dict",
+        "machines.presets": "MACHINE_PRESETS gpu_peak_flops",
+        "plan_json": "JSON_VERSION plan_to_dict plans_to_dict",
         "plans": "Plan Plans plan",
         "state_sizes": "PredictedMemory plan_sizes predict_memory",
         "strategy": "Strategy",

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 import zeroshard
 from zeroshard.comm import all_gather_object
 from zeroshard.memory import Profile
+from zeroshard.planner import gpu_peak_flops
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.generation import generate_sample
 from zeroshard.train.metrics import (
@@ -25,7 +26,6 @@ from zeroshard.train.metrics import (
     StepStatsReducer,
     count_matmul_params,
     flops_per_token,
-    peak_flops,
 )
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.rank import StopRequest
@@ -193,7 +193,7 @@ class Trainer:
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
-        self._peak_flops = peak_flops(setup.record.device, setup.precision)
+        self._peak_flops = gpu_peak_flops(setup.record.device, setup.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
