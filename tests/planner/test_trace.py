@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.tracing.meta_device import RepeatedOps
 from zeroshard.planner.tracing.trace import EngineEvent, Trace, split_spans
 from zeroshard.planner.tracing.trace_model import UntraceableError, trace_model
 
@@ -38,32 +37,6 @@ def peak(found: Trace) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ operations
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "recompute"}, {"precision": "bf16", "tensor": 2}], ids=str)
-def test_a_trace_that_repeats_operations_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trace_model(gpt(), micro_batch=2, **options)
-    monkeypatch.setattr(RepeatedOps, "run", lambda self, func, args, kwargs: func(*args, **kwargs))
-    assert repr(trace_model(gpt(), micro_batch=2, **options)) == repr(found)
-
-
-def test_repeated_operations_have_the_dtypes_and_the_memory_of_the_first() -> None:
-    ops, aten = RepeatedOps(), torch.ops.aten
-    rows = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    memory = rows.untyped_storage()._cdata
-    for _ in range(2):
-        assert ops.run(aten.mul.Tensor, (rows, 2), {}).dtype == torch.int64
-        assert ops.run(aten.mul.Tensor, (rows, 2.0), {}).dtype == torch.float32  # 2 == 2.0
-        total = ops.run(aten.add.Tensor, (rows, rows), {})
-        assert total.shape == (2, 3) and total.untyped_storage()._cdata != memory
-        largest, places = ops.run(aten.max.dim, (rows.float(), 1), {})
-        assert (largest.dtype, places.dtype, places.shape) == (torch.float32, torch.int64, (2,))
-        for view in (aten.view.default, aten._unsafe_view.default):
-            assert ops.run(view, (rows, [3, 2]), {}).untyped_storage()._cdata == memory
-        assert ops.run(aten.add_.Tensor, (rows, 1), {}) is rows
-        one = ops.run(aten.split.Tensor, (rows, 1), {})
-        assert [part.untyped_storage()._cdata for part in one] == [memory] * 2
-        assert ops.run(aten._assert_async.default, (rows,), {}) is None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Three things that the meta device lacks: the values that a model reads, fused attention kernels, and speed.
+"""Two things that the meta device lacks: the values that a model reads, and fused attention kernels.
 
 [Note: known values]
 Models read the values of a few tensors: do these positions form one sequence or several, is anything masked? The
@@ -23,66 +23,7 @@ from zeroshard.planner.tracing.op_cost import iter_tensors, op_name
 
 MAX_KNOWN_NUMEL = 2**22  # larger tensors are not computed
 FACTORY_OPS = ("arange", "ones", "zeros", "full", "eye", "scalar_tensor", "tril_indices", "triu_indices")
-PLAIN_ARGUMENTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 MAX_HEAD_DIM = 256  # largest head that the fused attention kernels support
-
-
-class RepeatedOps:
-    """Runs operations; of one with arguments of the same shapes as before, it only allocates the results.
-
-    torch computes many shapes in Python, and a model of equal blocks has the same operations in each block. An
-    operation is repeated if its arguments are meta tensors, numbers and the like, and its results have memory of their
-    own: no views, whatever the schema says.
-    """
-
-    def __init__(self) -> None:
-        self._layouts: dict[Any, list[tuple[Any, ...]] | None] = {}  # of the results; None: run the operation
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of an operation."""
-        key = None if func._schema.is_mutable else _key_of((args, kwargs))
-        if key is None:
-            return func(*args, **kwargs)
-        if (layouts := self._layouts.get((func, key))) is not None:
-            results = [
-                torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts
-            ]
-            return results[0] if len(func._schema.returns) == 1 else tuple(results)
-        result = func(*args, **kwargs)
-        if (func, key) not in self._layouts:
-            self._layouts[func, key] = _own_layouts(func, args, kwargs, result)
-        return result
-
-
-def _key_of(argument: Any) -> Any:
-    """Return what the shapes of results depend on; None if that may be more than shapes."""
-    if isinstance(argument, torch.Tensor):
-        # a scalar may be a Python number, which converts no dtype
-        is_plain = type(argument) in (torch.Tensor, torch.nn.Parameter) and argument.is_meta and argument.dim() > 0
-        return (argument.shape, argument.stride(), argument.dtype) if is_plain else None
-    if isinstance(argument, (list, tuple, dict)):
-        keys = [_key_of(part) for part in (argument.items() if isinstance(argument, dict) else argument)]
-        return None if None in keys else (type(argument), *keys)
-    return (type(argument), argument) if argument is None or isinstance(argument, PLAIN_ARGUMENTS) else None
-
-
-def _own_layouts(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[Any, ...]] | None:
-    """Return the layouts of an operation's results; None if they are not plain tensors with memory of their own."""
-    inputs, num_returns = list(iter_tensors((args, kwargs))), len(func._schema.returns)
-    if not inputs or num_returns == 0:
-        return None
-    results = [result] if num_returns == 1 else list(result)
-    if not all(type(tensor) is torch.Tensor and tensor.is_meta for tensor in results):
-        return None
-    storages = {tensor.untyped_storage()._cdata for tensor in [*inputs, *results]}
-    if len(storages) != len({t.untyped_storage()._cdata for t in inputs}) + len(results):
-        return None
-    layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results]
-    empty = (torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts)
-    is_whole = all(
-        a.untyped_storage().nbytes() == b.untyped_storage().nbytes() for a, b in zip(results, empty, strict=True)
-    )
-    return layouts if is_whole and not any(tensor.storage_offset() for tensor in results) else None
 
 
 class KnownValues:
