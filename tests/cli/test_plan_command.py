@@ -119,6 +119,10 @@ def fails():
     raise KeyError("weights")
 
 
+def no_batch(batch):
+    return batch / 0
+
+
 def number():
     return 7
 
@@ -206,29 +210,29 @@ def test_json_has_every_figure_of_every_plan(tmp_path: Path, capsys: pytest.Capt
     assert told == json.loads(
         json.dumps(plans_to_dict(expected, model="GPT, 4 layers, 4 heads, width 128", tokens=128))
     )
-    assert expected.reason == told["why"] and expected.reason in capsys.readouterr().out
-    assert len(told["plans"]) == len(expected.candidates) and told["plans"][told["best"]]["fits"]
+    assert expected.reason == told["reason"] and expected.reason in capsys.readouterr().out
+    assert len(told["plans"]) == len(expected.candidates) and told["plans"][told["chosen"]]["fits"]
     assert Machine.from_json(json.dumps(told["machine"])) == expected.machine
-    assert told["versions"]["torch"] == torch.__version__
+    assert told["version"] == 1 and told["software"]["torch"] == torch.__version__
     for given, plan in zip(told["plans"], expected.candidates, strict=True):
         held = plan.footprint
-        assert given["memory"] == plan.memory and given["states"] == held.states
-        assert sum(given["peak"]["by_kind"].values()) == pytest.approx(given["peak"]["total"])
-        stays = {kind: nbytes for kind, nbytes in given["states"].items() if kind != "gradients"}
-        assert given["peak"]["by_kind"]["states"] == sum(stays.values())
-        assert given["peak"]["by_kind"]["gradients"] in (0, given["states"]["gradients"])
-        assert given["at_rest"] == held.between_steps and given["node"]["host"] == 2 * held.host
+        assert given["device_bytes"] == plan.memory and given["state_bytes"] == held.states
+        assert sum(given["peak_bytes"].values()) == pytest.approx(held.peak.total)
+        stays = {kind: nbytes for kind, nbytes in given["state_bytes"].items() if kind != "gradients"}
+        assert given["peak_bytes"]["states"] == sum(stays.values())
+        assert given["peak_bytes"]["gradients"] in (0, given["state_bytes"]["gradients"])
+        assert given["between_steps_bytes"] == held.between_steps and given["node_bytes"]["host"] == 2 * held.host
         assert given["seconds"]["step"] == plan.step_time.step and set(given["seconds"]) == {"step", *TIME_PARTS}
         assert given["samples_per_second"] * 128 == given["tokens_per_second"]
         backwards = plan.strategy.accumulate
         volume = {0: 2, 1: 2, 2: backwards + 1, 3: 3 * backwards}[plan.strategy.stage]  # the paper's, in Ψ
-        assert given["psi"] == pytest.approx(volume, rel=0.01)
+        assert given["data_parallel_bytes_per_parameter_byte"] == pytest.approx(volume, rel=0.01)
 
 
 def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tiny", "--devices", "2", "--stage", "2", "--json", "-", *QUICK) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["plans"][0]["choice"] == {
+    assert json.loads(out)["plans"][0]["strategy"] == {
         "stage": 2, "replicas": 1, "partition": "hybrid", "gather_dtype": None, "reduce_wire": None,
         "local_steps": 1, "tensor": 1, "checkpoint": "none", "offload": None,
         "micro_batch": 1, "accumulate": 4,
@@ -241,13 +245,16 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
     narrow = "--micro-batch 2 --checkpoint none --tensor 1 --memory 20GB --json".split()
     assert run("tiny", "--devices", "2", "--offload", "host", *narrow, str(file)) == 0
     found = json.loads(file.read_text())["plans"]
-    assert all(plan["node"] == {"host": 2 * plan["host"], "disk": 2 * plan["disk"]} for plan in found)
-    assert all(plan["host"] > sum(tiers.get("host", 0) for tiers in plan["far"].values()) > 0 for plan in found)
-    told = [plan["choice"]["offload"] for plan in found]
+    assert all(plan["node_bytes"] == {"host": 2 * plan["host_bytes"], "disk": 2 * plan["disk_bytes"]} for plan in found)
+    assert all(
+        plan["host_bytes"] > sum(tiers.get("host", 0) for tiers in plan["offloaded_bytes"].values()) > 0
+        for plan in found
+    )
+    told = [plan["strategy"]["offload"] for plan in found]
     assert {"optimizer": {"host": 0.5}} in told and {"optimizer": {"host": 1.0}, "parameters": {"host": 1.0}} in told
     assert all(fractions and "disk" not in fractions["optimizer"] for fractions in told)
     assert run("tiny", "--devices", "2", "--offload", "disk", *narrow, str(file)) == 0
-    told = [plan["choice"]["offload"] for plan in json.loads(file.read_text())["plans"]]
+    told = [plan["strategy"]["offload"] for plan in json.loads(file.read_text())["plans"]]
     assert told and all("disk" in fractions["optimizer"] for fractions in told)
 
 
@@ -257,7 +264,7 @@ def test_8_bits_are_shown_where_they_are_allowed(capsys: pytest.CaptureFixture[s
     assert "8 bits" not in capsys.readouterr().out
     assert main([*quick, "--partition", "full", "--allow-lossy"]) == 0
     out = capsys.readouterr().out
-    assert "int8 gather, int8 reduce" in out and "change the numbers" in out
+    assert "int8 gather, int8 reduce" in out
     assert main([*quick, "--gather-dtype", "int8"]) == 0
     out = capsys.readouterr().out
     assert "--gather-dtype int8" in out and 'gather_dtype="int8"' in out and "reduce_wire" not in out
@@ -299,7 +306,7 @@ def test_calibration_is_printed_kept_and_used(
     monkeypatch.setattr(planner, "calibrate", lambda: real("cpu", tmp_path, seconds=0.1))
     assert run("--calibrate") == 0
     out = capsys.readouterr().out
-    assert "G parameters/s updated with Adam" in out and f"saved in {tmp_path}" in out
+    assert '"host_update": ' in out and f"saved in {tmp_path}" in out
     assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 0
     here = Machine.resolve("here")
     assert f"2 × {here.name}" in capsys.readouterr().out
@@ -322,10 +329,12 @@ def test_a_model_of_ones_own_is_planned(own: str, capsys: pytest.CaptureFixture[
     out, told = capsys.readouterr().out, json.loads(Path("plan.json").read_text())
     assert "samples" in out and "tokens" not in out
     assert "zeroshard train" not in out and "zeroshard.shard(" in out
-    assert told["tokens"] is None and told["fits"]
-    assert {plan["choice"]["stage"] for plan in told["plans"]} == {0, 1, 2, 3}
+    assert told["tokens_per_sample"] is None and told["chosen"] is not None
+    assert {plan["strategy"]["stage"] for plan in told["plans"]} == {0, 1, 2, 3}
     held = {
-        plan["choice"]["micro_batch"]: plan["peak"]["total"] for plan in told["plans"] if plan["words"][:7] == "stage 0"
+        plan["strategy"]["micro_batch"]: sum(plan["peak_bytes"].values())
+        for plan in told["plans"]
+        if plan["strategy"]["stage"] == 0
     }
     assert sorted(held) == [1, 2, 4, 8] and held[8] > held[1]
     assert told["parameters"] == {"conv": 10_730, "graph": 3_168, "experts": 16_900}[kind]
@@ -403,6 +412,10 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("--calibrate --batch 4", "--calibrate only measures this machine: leave out --devices, --batch"),
         ("tiny --batch 0", "expected a positive integer (got '0')"),
         ("tiny --devices 0", "expected a positive integer (got '0')"),
+        ("tiny --devices 9999999", "expected at most 1,048,576 devices (got 9,999,999)"),
+        ("tiny --memory 1kB", "memory must be above context, what the runtime uses"),
+        ("OWN:conv --inputs OWN:no_batch", "inputs(1) failed with ZeroDivisionError: division by zero"),
+        ("tiny --sequence " + "9" * 30, "zeroshard plan: "),
         ("tiny --machine cpu --offload host", "--offload host is not possible on a CPU, whose memory is the host's"),
         (
             "tiny --offload host --stage 0 --micro-batch 2 --tensor 1",
@@ -421,7 +434,7 @@ def test_bad_input_gets_a_reason(own: str, capsys: pytest.CaptureFixture[str], a
     err = capsys.readouterr().err
     assert status == 2
     assert words.replace("OWN", own) in err.replace("\n", " ")
-    assert "Traceback" not in err
+    assert "Traceback" not in err and ("usage:" in err or err.count("\n") == 1)
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -631,4 +644,4 @@ def test_with_fp8_the_layer_that_training_keeps_in_bf16_is_planned_so(
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, context=64, layers=12, heads=12, width=768))
     expected = predict_traffic(model, ranks=2, stage=3, precision="fp8", keep_bf16="head").step
-    assert found["traffic"]["all-gather"] == pytest.approx(expected["all-gather"], rel=0.001)
+    assert found["traffic_bytes"]["all-gather"] == pytest.approx(expected["all-gather"], rel=0.001)

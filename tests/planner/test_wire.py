@@ -260,7 +260,7 @@ def test_8_bits_are_chosen_for_a_slow_link_and_the_reason_is_told() -> None:
     assert f"reductions change the numbers, and are {gain} × as fast as the best without (stage 3, mic" in slow.reason
     fast = planned(1e14, allow_lossy=True, stage=3, replicas=1)
     assert fast.best is not None and not fast.best.strategy.is_lossy
-    assert fast.reason.endswith("× as fast, too little to change the numbers")
+    assert "change the numbers" not in fast.reason
     assert "numbers" not in planned(1e6).reason
 
 

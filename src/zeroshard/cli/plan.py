@@ -24,7 +24,9 @@ from zeroshard.cli.plan_options import (
     add_model_options,
     add_wire_options,
     check_partition,
+    device_count,
     float8_options,
+    one_line,
     open_machine_and_model,
     outer_optimizer,
     write_json,
@@ -58,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
             _calibrate(echo)
             options.machine = options.machine or "here"
         return _plan(options, echo) if options.model is not None else 0
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print_error("plan", error)
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        print_error("plan", one_line(error))
         return 2
 
 
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{MODEL_HELP}: a function that returns a model, or a model and its inputs",
     )
     group = parser.add_argument_group("devices")
-    group.add_argument("--devices", type=positive_int, metavar="N", help="number of devices that train the model")
+    group.add_argument("--devices", type=device_count, metavar="N", help="number of devices that train the model")
     group.add_argument("--machine", metavar="NAME", help=f"{MACHINE_HELP}; default: h100, or here with --calibrate")
     add_memory_option(group)
     group.add_argument(
@@ -204,7 +206,7 @@ def _heading(opened: OpenedModel, machine: Machine, devices: int, tokens: int | 
 
 def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine: Machine) -> Plans:
     """Return all plans that the options allow."""
-    from zeroshard.planner import UntraceableError, plan
+    from zeroshard.planner import plan
 
     tier = options.offload if options.offload in ("host", "disk") else None
     if tier is not None and machine.is_cpu:
@@ -228,10 +230,7 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
     if options.precision != "auto":
         constraints["precision"] = options.precision
     constraints |= float8_options(options, opened.model)
-    try:
-        plans = plan(opened.model, opened.inputs, devices=options.devices, machine=machine, **constraints)
-    except UntraceableError as error:
-        raise ValueError(str(error)) from error
+    plans = plan(opened.model, opened.inputs, devices=options.devices, machine=machine, **constraints)
     if tier is None:
         return plans
     # those whose slowest tier is the given one
@@ -275,38 +274,6 @@ def _calibrate(echo: Callable[[str], None]) -> None:
         machine = calibrate()
     for warning in caught:
         print_error("plan", warning.message)
-    for label, text in describe_machine(machine):
-        echo(f"  {label:<16}{text}")
+    echo(machine.to_json())
     path = machine.saved_path
     echo(f"saved in {path}, for --machine here\n" if path.is_file() else "")
-
-
-def describe_machine(machine: Machine) -> list[tuple[str, str]]:
-    """Return the properties of a machine as pairs of label and text.
-
-    >>> from zeroshard.planner import Machine
-    >>> dict(describe_machine(Machine.resolve("h100")))["compute"]
-    'fp32 67 TFLOPS, bf16 989 TFLOPS, fp16 989 TFLOPS; matmuls reach 70% of it, attention 20%'
-    """
-    flops = ", ".join(f"{name} {peak / 1e12:.3g} TFLOPS" for name, peak in machine.flops.items())
-    links = ", ".join(
-        f"{format_bytes(link.bandwidth)}/s {name} ({link.latency * 1e6:.3g} µs)"
-        for name, link in (("in a node", machine.inside), ("between nodes", machine.outside))
-    )
-    return [
-        ("machine", f"{machine.name}: {machine.devices} × {machine.kind}, {format_bytes(machine.memory)} each"),
-        ("compute", f"{flops}; matmuls reach {machine.efficiency.share:.0%} of it, attention {machine.attention:.0%}"),
-        ("device memory", f"{format_bytes(machine.bandwidth)}/s; overhead of {machine.gap * 1e6:.3g} µs per kernel"),
-        (
-            "host",
-            f"{format_bytes(machine.host_memory)}, {machine.host_update / 1e9:.3g} G parameters/s updated with Adam, "
-            f"{machine.op * 1e6:.3g} µs per operation",
-        ),
-        ("to the device", f"{format_bytes(machine.pcie)}/s in each direction"),
-        (
-            "disk",
-            f"{format_bytes(machine.disk)}, {format_bytes(machine.disk_read)}/s read, "
-            f"{format_bytes(machine.disk_write)}/s write",
-        ),
-        ("links", links),
-    ]

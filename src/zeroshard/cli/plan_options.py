@@ -18,10 +18,23 @@ if TYPE_CHECKING:
     from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine
 
+MAX_DEVICES = 2**20
 MODEL_HELP = "a preset (see `zeroshard presets`), a Hugging Face model's directory or config.json, or module:callable"
 MACHINE_HELP = (
     f"{', '.join(MACHINE_PRESETS)}, here (this machine, as measured by `zeroshard plan --calibrate`), or a JSON file"
 )
+
+
+def device_count(text: str) -> int:
+    """Parse a number of devices.
+
+    >>> device_count("64")
+    64
+    """
+    count = positive_int(text)
+    if count > MAX_DEVICES:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_DEVICES:,} devices (got {count:,})")
+    return count
 
 
 def add_memory_option(group: argparse._ArgumentGroup) -> None:
@@ -143,6 +156,16 @@ def float8_options(options: argparse.Namespace, model: nn.Module) -> dict[str, A
     from zeroshard.train import find_output_layers
 
     return {"keep_bf16": find_output_layers(model)}
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message in one line, without the frames of C++ code that torch adds.
+
+    >>> one_line(ValueError("no model\\nException raised from f\\nframe #0"))
+    'no model'
+    """
+    lines = str(error).partition("\nException raised from")[0].splitlines()
+    return " ".join(line.strip() for line in lines) or type(error).__name__
 
 
 def write_json(record: dict[str, Any], target: str) -> None:

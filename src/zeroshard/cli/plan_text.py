@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner import Machine, Plan, Plans, Strategy
 from zeroshard.utils.format import format_bytes
 
-CHECKPOINT_LABELS = {"none": "-", "recompute": "recompute", "host": "host"}
 ACTIVATION_KINDS = ("activations", "kept inputs")
 CHOSEN_MARK = "►"
 PLACEHOLDER_DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know the path
@@ -98,36 +97,36 @@ def summary_rows(plans: Plans) -> list[Plan]:
     kind of 8-bit collectives. Other tensor degrees have their best plan.
     """
     rows, chosen = plans.best_per_strategy(), plans.best_or_smallest
-    shown = [chosen]
     same_degree = [plan for plan in rows if plan.strategy.tensor == chosen.strategy.tensor]
-    for stage in sorted({plan.strategy.stage for plan in same_degree}):
-        same_stage = [plan for plan in same_degree if plan.strategy.stage == stage]
-        on_device = [plan for plan in same_stage if plan.strategy.offload is None]
-        plain = [plan for plan in on_device if plan.strategy.checkpoint == "none"]
-        shown += [best_of(group) for group in (plain, on_device, same_stage) if group]
-    chosen_stage = [plan for plan in same_degree if plan.strategy.stage == chosen.strategy.stage]
-    for checkpoint in {plan.strategy.checkpoint: None for plan in chosen_stage}:
-        shown.append(best_of([plan for plan in chosen_stage if plan.strategy.checkpoint == checkpoint]))
-    for offload in {plan.strategy.offload_summary: None for plan in chosen_stage}:
-        shown.append(best_of([plan for plan in chosen_stage if plan.strategy.offload_summary == offload]))
-    for mesh in {(plan.strategy.replicas, plan.strategy.partition): None for plan in chosen_stage}:
-        same_mesh = [plan for plan in chosen_stage if (plan.strategy.replicas, plan.strategy.partition) == mesh]
-        shown.append(best_of(same_mesh))
-    for wire in {plan.strategy.wire_summary: None for plan in chosen_stage}:
-        shown.append(best_of([plan for plan in chosen_stage if plan.strategy.wire_summary == wire]))
-    for tensor in sorted({plan.strategy.tensor for plan in rows} - {chosen.strategy.tensor}):
-        shown.append(best_of([plan for plan in rows if plan.strategy.tensor == tensor]))
+    on_device = [plan for plan in same_degree if plan.strategy.offload is None]
+    plain = [plan for plan in on_device if plan.strategy.checkpoint == "none"]
+    same_stage = [plan for plan in same_degree if plan.strategy.stage == chosen.strategy.stage]
+    shown = [chosen]
+    for group in (plain, on_device, same_degree):
+        shown += _best_of_each(group, lambda strategy: strategy.stage)
+    for part in (
+        lambda strategy: strategy.checkpoint,
+        lambda strategy: strategy.offload_summary,
+        lambda strategy: (strategy.replicas, strategy.partition),
+        lambda strategy: strategy.wire_summary,
+    ):
+        shown += _best_of_each(same_stage, part)
+    others = [plan for plan in rows if plan.strategy.tensor != chosen.strategy.tensor]
+    shown += _best_of_each(others, lambda strategy: strategy.tensor)
     return list({id(plan): plan for plan in shown}.values())
 
 
-def best_of(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that fits with the best score; if none fits, the one that needs the least memory."""
-    return max(plans, key=lambda plan: (plan.fits, plan.score if plan.fits else -plan.memory))
+def _best_of_each(plans: Sequence[Plan], part: Callable[[Strategy], Any]) -> list[Plan]:
+    """Return the first plan in order for each value that a part of the strategy has."""
+    found: dict[Any, Plan] = {}
+    for plan in sort_plans(plans):
+        found.setdefault(part(plan.strategy), plan)
+    return list(found.values())
 
 
 def sort_plans(rows: Sequence[Plan]) -> list[Plan]:
     """Sort plans that fit by speed, fastest first, then the others by memory, smallest first."""
-    return sorted(rows, key=lambda plan: (not plan.fits, -plan.samples_per_second if plan.fits else plan.memory))
+    return sorted(rows, key=lambda plan: plan.order)
 
 
 def fit_summary(plan: Plan) -> str:
@@ -213,7 +212,7 @@ def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> li
         str(strategy.stage) + (f" {strategy.partition}" if strategy.replicas > 1 else ""),
         _short_wire(strategy) or "-",
         str(strategy.tensor) if strategy.tensor > 1 else "-",
-        CHECKPOINT_LABELS[strategy.checkpoint],
+        "-" if strategy.checkpoint == "none" else strategy.checkpoint,
         "-" if strategy.offload is None else _short_offload(strategy),
         format_batch(strategy),
         *(format_bytes(part) for part in peak_breakdown(plan)),
@@ -240,35 +239,30 @@ def train_command(
 
     >>> strategy = Strategy(stage=2, checkpoint="recompute", micro_batch=4)
     >>> print(train_command(strategy, "gpt2-xl", 8, Machine.resolve("h100")))
-    zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
+    zeroshard train --model gpt2-xl --ranks 8 --stage 2 --micro-batch 4 --recompute
     """
-    args = ["--model", model]
     nodes = machine.nodes(devices)
-    if nodes == 1:
-        args += ["--ranks", str(devices)]
-    if machine.is_cpu:
-        args += ["--device", "cpu"]
-    if sequence is not None:
-        args += ["--sequence", str(sequence)]
-    args += ["--stage", str(strategy.stage)]
-    if strategy.tensor > 1:
-        args += ["--tensor", str(strategy.tensor)]
-    if strategy.replicas > 1:
-        args += ["--replicas", str(strategy.replicas), "--partition", strategy.partition]
-    if strategy.gather_dtype is not None:
-        args += ["--gather-dtype", strategy.gather_dtype]
-    if strategy.reduce_wire is not None:
-        args += ["--reduce-wire", strategy.reduce_wire]
-    if strategy.local_steps > 1:
-        args += ["--local-steps", str(strategy.local_steps)]
+    args = ["--model", model]
+    for flag, value, default in (
+        ("--ranks", devices if nodes == 1 else None, None),
+        ("--device", "cpu" if machine.is_cpu else None, None),
+        ("--sequence", sequence, None),
+        ("--stage", strategy.stage, None),
+        ("--tensor", strategy.tensor, 1),
+        ("--replicas", strategy.replicas, 1),
+        ("--partition", strategy.partition if strategy.replicas > 1 else None, None),
+        ("--gather-dtype", strategy.gather_dtype, None),
+        ("--reduce-wire", strategy.reduce_wire, None),
+        ("--local-steps", strategy.local_steps, 1),
+        ("--micro-batch", strategy.micro_batch, None),
+        ("--accumulate", strategy.accumulate, 1),
+        ("--precision", precision, None),
+    ):
+        if value != default:
+            args += [flag, str(value)]
     if strategy.checkpoint != "none":
         args.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
     args += _offload_flags(strategy.offload)
-    args += ["--micro-batch", str(strategy.micro_batch)]
-    if strategy.accumulate > 1:
-        args += ["--accumulate", str(strategy.accumulate)]
-    if precision is not None:
-        args += ["--precision", precision]
     return f"{_launch_command(devices, nodes)} train {shlex.join(args)}"
 
 

@@ -1,41 +1,4 @@
-"""Convert plans to plain data for JSON. Keys are stable; new ones may be added.
-
-[Note: a plan as JSON]
-Sizes are in bytes, times in seconds, rates per second; all for one device (one rank) unless noted otherwise::
-
-    why, fits                         one line; whether anything fits
-    model, parameters, devices        the model, its number of elements, and the number of devices
-    precision, tokens                 of computation; tokens per sample, or null if samples are not text
-    machine                           as in a machine's JSON file
-    versions                          of zeroshard, torch and Python
-    best                              index of the chosen plan in "plans", or null
-    rows                              indices of the best plan of each stage, mesh, offload and checkpoint mode
-    plans                             every plan that was evaluated, each:
-        words                         the strategy in one line
-        choice                        stage, replicas, partition, gather_dtype and reduce_wire (8-bit collectives, or
-                                      null), local_steps, tensor, checkpoint, offload (fractions by kind and tier, or
-                                      null), micro_batch (samples per data-parallel rank and backward), accumulate
-        fits, lacks                   whether it fits, and which memory is too small
-        memory                        what a device needs: peak, the allocator's overhead and the runtime's context
-        states                        on the device after a backward, by kind of state
-        far                           offloaded, by kind of state and tier
-        at_rest                       on the device between zero_grad() and the next forward
-        peak                          moment (what runs then), total, by_kind; its "states" is the sum of the states
-                                      above without gradients, which are listed separately
-        host, disk                    host memory and disk of one rank
-        node                          host and disk of all ranks of a node
-        owners                        null if all parameters are updated on flat slices; else elements, state_bytes
-                                      and flops of a step, each with those of the fullest owner and the mean
-        traffic                       bytes per step by kind: data-parallel collectives by name, tensor-parallel ones
-                                      with the prefix "tensor ", "pcie" and "disk" for the tiers
-        psi                           data-parallel traffic as a multiple of Ψ, the bytes of all parameters
-        seconds                       step, and its parts: compute, tensor (its collectives), launch (the device
-                                      waits for the host), gather, reduce, update (the device waits for these),
-                                      average (of replicas that train alone, divided by their local steps)
-        samples_per_second            of all devices
-        tokens_per_second             the same in tokens, or null
-        flops_per_second              useful FLOPs of one device, without recomputation
-"""
+"""Convert plans to plain data for JSON: docs/planning.md has a table of the keys."""
 
 from __future__ import annotations
 
@@ -47,34 +10,36 @@ from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner.plans import Plan, Plans
 from zeroshard.utils.version import software_versions
 
+JSON_VERSION = 1  # of what `zeroshard plan --json` and `simulate --json` write
+_KIND_NAMES = {"landings": "reduction buffers"}
 TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update", "average")
 
 
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
-    """Return all plans as plain data: [Note: a plan as JSON]. ``model`` replaces the model's class name.
+    """Return all plans as plain data. ``model`` replaces the model's class name.
 
     >>> import torch, zeroshard
     >>> with torch.device("meta"):
     ...     layer = torch.nn.Linear(64, 64, bias=False)
     >>> plans = zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None)
     >>> data = plans_to_dict(plans)
-    >>> data["plans"][data["best"]]["states"]["optimizer states"]
+    >>> data["plans"][data["chosen"]]["state_bytes"]["optimizer states"]
     16384
     """
     candidates, best = plans.candidates, plans.best
     indices = {id(plan): index for index, plan in enumerate(candidates)}
     return {
-        "why": plans.reason,
-        "fits": best is not None,
+        "version": JSON_VERSION,
+        "software": software_versions(),
         "model": plans.model if model is None else model,
         "parameters": plans.parameters,
         "devices": plans.devices,
-        "precision": plans.precision,
-        "tokens": tokens,
         "machine": json.loads(plans.machine.to_json()),
-        "versions": software_versions(),
-        "best": None if best is None else indices[id(best)],
-        "rows": [indices[id(plan)] for plan in plans.best_per_strategy()],
+        "precision": plans.precision,
+        "tokens_per_sample": tokens,
+        "reason": plans.reason,
+        "chosen": None if best is None else indices[id(best)],
+        "best_per_strategy": [indices[id(plan)] for plan in plans.best_per_strategy()],
         "plans": [plan_to_dict(plan, tokens=tokens) for plan in candidates],
     }
 
@@ -86,32 +51,29 @@ def plan_to_dict(plan: Plan, *, tokens: int | None = None) -> dict[str, Any]:
     for (kind, tier), nbytes in footprint.offloaded.items():
         offloaded.setdefault(kind, {})[tier] = nbytes
     return {
-        "words": plan.strategy.description,
-        "choice": {
+        "description": plan.strategy.description,
+        "strategy": {
             **{field.name: getattr(plan.strategy, field.name) for field in fields(plan.strategy)},
             "offload": _offload_to_dict(plan.strategy.offload),
         },
         "fits": plan.fits,
-        "lacks": plan.shortfall,
-        "memory": plan.memory,
-        "states": dict(footprint.states),
-        "far": offloaded,
-        "at_rest": footprint.between_steps,
-        "peak": {
-            "moment": footprint.peak.label,
-            "total": footprint.peak.total,
-            "by_kind": dict(footprint.peak.by_kind),
-        },
-        "host": footprint.host,
-        "disk": footprint.disk,
-        "node": plan.node_bytes,
-        "owners": _owners_to_dict(plan),
-        "traffic": dict(plan.step_time.traffic),
-        "psi": plan.data_parallel_psi,
+        "shortfall": plan.shortfall,
+        "device_bytes": plan.memory,
+        "state_bytes": footprint.states,
+        "offloaded_bytes": offloaded,
+        "between_steps_bytes": footprint.between_steps,
+        "peak_bytes": {_KIND_NAMES.get(kind, kind): nbytes for kind, nbytes in footprint.peak.by_kind.items()},
+        "peak_during": footprint.peak.label,
+        "host_bytes": footprint.host,
+        "disk_bytes": footprint.disk,
+        "node_bytes": plan.node_bytes,
+        "whole_parameters": _owners_to_dict(plan),
+        "traffic_bytes": plan.step_time.traffic,
+        "data_parallel_bytes_per_parameter_byte": plan.data_parallel_psi,
         "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
         "samples_per_second": plan.samples_per_second,
         "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
-        "flops_per_second": plan.flops_per_second,
+        "flops_per_second_per_device": plan.flops_per_second,
     }
 
 
@@ -120,7 +82,7 @@ def _owners_to_dict(plan: Plan) -> dict[str, dict[str, float]] | None:
     if loads is None:
         return None
     by_owner = {"elements": loads.elements, "state_bytes": loads.state_bytes, "flops": loads.flops}
-    return {name: {"fullest": max(values), "mean": sum(values) / len(values)} for name, values in by_owner.items()}
+    return {name: {"largest": max(values), "mean": sum(values) / len(values)} for name, values in by_owner.items()}
 
 
 def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:

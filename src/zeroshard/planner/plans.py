@@ -1,9 +1,16 @@
-"""Evaluate strategies: memory and step time of each, whether it fits, and which one is best."""
+"""Evaluate strategies: memory and step time of each, whether it fits, and which one is chosen.
+
+[Note: which plan is chosen]
+Of the plans that fit, those within 1 % of the best speed count as equally fast: predictions are not better than that.
+Of these, the ones within 1 % of the least traffic a sample stay, over all links and tiers; and of these the one that
+needs the least device memory is chosen. A speed counts in samples per second, of a plan that offloads with 95 %,
+because the host may have other work, and with 97 % for each kind of 8-bit collective, because they change the numbers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +28,10 @@ from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMo
 from zeroshard.planner.whole_params import OwnerLoads, WholeParamSpec, find_whole_params
 from zeroshard.utils.format import format_bytes
 
-SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
+TOLERANCE = 0.01  # relative: speeds and traffic that differ by less count as equal
 TIER_TRAFFIC = ("pcie", "disk")  # kinds of traffic that are not collectives
-LOSSY_SCORE_FACTOR = 0.97  # scales the speed for each kind of 8-bit collective: the numbers change, for a gain only
-# what local steps would gain is said for these, from a gain of this on
-SUGGESTED_LOCAL_STEPS, SUGGESTED_GAIN = 50, 1.2
-OFFLOAD_SCORE_FACTOR = 0.95  # scales the speed of a plan that offloads: the host may have other work
+LOSSY_SCORE_FACTOR = 0.97  # for each kind of 8-bit collective
+OFFLOAD_SCORE_FACTOR = 0.95
 
 
 @dataclass(frozen=True)
@@ -79,16 +84,17 @@ class Plan:
         return sum(nbytes for kind, nbytes in self.step_time.traffic.items() if kind not in TIER_TRAFFIC)
 
     @property
-    def data_parallel_bytes(self) -> float:
-        """Bytes per step of data-parallel collectives."""
+    def data_parallel_psi(self) -> float:
+        """Bytes per step of data-parallel collectives, as a multiple of Ψ, all parameters in the compute precision."""
         traffic = self.step_time.traffic.items()
-        return self.collective_bytes - sum(nbytes for kind, nbytes in traffic if kind.startswith("tensor "))
+        nbytes = self.collective_bytes - sum(nbytes for kind, nbytes in traffic if kind.startswith("tensor "))
+        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16", "fp8") else 4
+        return nbytes / (self.traced_model.parameters * itemsize)
 
     @property
-    def data_parallel_psi(self) -> float:
-        """The same as a multiple of Ψ, all parameters in the compute precision."""
-        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16", "fp8") else 4
-        return self.data_parallel_bytes / (self.traced_model.parameters * itemsize)
+    def bytes_per_sample(self) -> float:
+        """Bytes that a rank moves over all links, to the host and to the disk, per sample of the batch."""
+        return sum(self.step_time.traffic.values()) / self.batch
 
     @property
     def node_bytes(self) -> dict[str, float]:
@@ -108,11 +114,16 @@ class Plan:
 
     @property
     def score(self) -> float:
-        """Samples per second, scaled to compare plans."""
+        """Samples per second as they count: [Note: which plan is chosen]."""
         strategy = self.strategy
         num_lossy = (strategy.gather_dtype is not None) + (strategy.reduce_wire is not None)
         factor = OFFLOAD_SCORE_FACTOR if strategy.offload is not None else 1.0
         return self.samples_per_second * factor * LOSSY_SCORE_FACTOR**num_lossy
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """A key that sorts the plans that fit by speed, fastest first, and then the others by memory."""
+        return not self.fits, -self.samples_per_second if self.fits else self.memory
 
     @property
     def flops_per_second(self) -> float:
@@ -141,18 +152,19 @@ class Plans:
     @property
     def fitting(self) -> list[Plan]:
         """The plans that fit, fastest first."""
-        return sorted((plan for plan in self.candidates if plan.fits), key=lambda plan: -plan.samples_per_second)
+        return sorted((plan for plan in self.candidates if plan.fits), key=lambda plan: plan.order)
 
-    @property
+    @cached_property
     def best(self) -> Plan | None:
-        """The fastest plan that fits; among equally fast plans, the one with the least memory."""
+        """The plan that is chosen, None if none fits: [Note: which plan is chosen]."""
         fitting = self.fitting
         if not fitting:
             return None
         best_score = max(plan.score for plan in fitting)
-        return min(
-            (plan for plan in fitting if plan.score >= best_score * (1 - SPEED_TOLERANCE)), key=lambda plan: plan.memory
-        )
+        fast = [plan for plan in fitting if plan.score >= best_score * (1 - TOLERANCE)]
+        least_bytes = min(plan.bytes_per_sample for plan in fast)
+        lean = [plan for plan in fast if plan.bytes_per_sample <= least_bytes * (1 + TOLERANCE)]
+        return min(lean, key=lambda plan: (plan.memory, plan.bytes_per_sample, plan.strategy.description))
 
     @property
     def reason(self) -> str:
@@ -161,49 +173,41 @@ class Plans:
         if best is None:
             smallest = self.best_or_smallest
             return f"nothing fits: even with {smallest.strategy.description}, {smallest.shortfall}"
-        fitting = len(self.fitting)
         return (
-            f"{best.strategy.description}: the fastest of {fitting} plans that fit ({len(self.candidates) - fitting} "
-            f"do not), {best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
-            f"{format_bytes(self.machine.memory)} a device{self._lossy_reason(best)}{self._local_steps_reason(best)}"
+            f"{best.strategy.description}: {self._rule(best)}, {best.samples_per_second:.4g} samples/s, "
+            f"{format_bytes(int(best.memory))} of {format_bytes(self.machine.memory)} a device"
+            f"{self._caveats(best)}"
         )
 
-    def _lossy_reason(self, best: Plan) -> str:
-        """Say why 8-bit collectives were chosen, or why not; empty if there was no choice."""
-        others = [plan for plan in self.fitting if plan.strategy.is_lossy != best.strategy.is_lossy]
-        if not others:
-            return ""
-        other = max(others, key=lambda plan: plan.score)
-        if best.strategy.is_lossy:
-            gain = best.samples_per_second / other.samples_per_second
-            return (
-                f"; {best.strategy.wire_summary} change the numbers, and are {gain:.2f} × as fast as the best without "
-                f"({other.strategy.description})"
-            )
-        gain = other.samples_per_second / best.samples_per_second
-        return f"; {other.strategy.wire_summary} would be {gain:.2f} × as fast, too little to change the numbers"
+    def _rule(self, best: Plan) -> str:
+        """Say that the chosen plan is the fastest; if it is not, why it was chosen."""
+        fastest = self.fitting[0]
+        count = len(self.fitting)
+        among = f"{count} plans that fit ({len(self.candidates) - count} do not)"
+        gain = fastest.samples_per_second / best.samples_per_second
+        if gain == 1:
+            return f"the fastest of {among}"
+        if gain < 1.0005:
+            return f"as fast as any of {among}, with the least traffic, then memory"
+        fraction = fastest.score / fastest.samples_per_second
+        counted = "" if fraction == 1 else f", but counts with {fraction:.0%} of that"
+        return (
+            f"of {among} the one with the least traffic, then memory, within {TOLERANCE:.0%} of the best speed "
+            f"({fastest.strategy.description} is {gain:.3f} × as fast{counted})"
+        )
 
-    def _local_steps_reason(self, best: Plan) -> str:
-        """Say what local steps do to a plan; if lossy ones are allowed, what they would gain. Else empty."""
-        strategy, nodes = best.strategy, self.machine.nodes(self.devices)
+    def _caveats(self, best: Plan) -> str:
+        """Say what the chosen plan does to the numbers; empty if they are those of other plans."""
+        strategy, text = best.strategy, ""
+        exact = next((plan for plan in self.fitting if not plan.strategy.is_lossy), None)
+        if strategy.is_lossy:
+            text += f"; {strategy.wire_summary} change the numbers"
+        if strategy.is_lossy and exact is not None:
+            gain = best.samples_per_second / exact.samples_per_second
+            text += f", and are {gain:.2f} × as fast as the best without ({exact.strategy.description})"
         if strategy.local_steps > 1:
-            fraction = best.step_time.average / best.step_time.step
-            return (
-                f"; local_steps={strategy.local_steps}, as given, is another algorithm, whose samples are not worth "
-                f"the same; its averages take {fraction:.1%} of the time"
-            )
-        is_asked = any(plan.strategy.is_lossy for plan in self.candidates)
-        if not is_asked or nodes == 1 or self.devices // strategy.tensor % nodes:
-            return ""
-        alone = replace(strategy, replicas=nodes, partition="hybrid", gather_dtype=None, reduce_wire=None)
-        other = best.with_strategy(replace(alone, local_steps=SUGGESTED_LOCAL_STEPS))
-        gain = other.samples_per_second / best.samples_per_second
-        if not other.fits or gain < SUGGESTED_GAIN:
-            return ""
-        return (
-            f"; local_steps={SUGGESTED_LOCAL_STEPS} over {nodes} replicas would be {gain:.2f} × as fast, but is "
-            "another algorithm: it is used only if it is given"
-        )
+            text += f"; local_steps={strategy.local_steps}, as given, is another algorithm"
+        return text
 
     @property
     def best_or_smallest(self) -> Plan:
@@ -212,7 +216,7 @@ class Plans:
 
     def best_per_strategy(self) -> list[Plan]:
         """Return :meth:`fastest_per_strategy`, but for the chosen strategy the chosen plan."""
-        best = self.best  # among equally fast plans the smaller: not always the fastest of its strategy
+        best = self.best  # not always the fastest of its strategy
         return [
             best if best is not None and plan.strategy.key == best.strategy.key else plan
             for plan in self.fastest_per_strategy()
@@ -228,7 +232,7 @@ class Plans:
 
 def fastest_or_smallest(plans: Sequence[Plan]) -> Plan:
     """Return the fastest plan that fits; if none fits, the one that needs the least device memory."""
-    return max(plans, key=lambda plan: (plan.fits, plan.samples_per_second if plan.fits else -plan.memory))
+    return min(plans, key=lambda plan: plan.order)
 
 
 def plan(
@@ -307,16 +311,16 @@ def plan(
         machine.peak_flops(precision)  # raises if the machine does not support it
     space = SearchSpace(
         batch=batch,
-        micro_batches=_as_tuple(micro_batch),
-        stages=_as_tuple(stage) or (),
-        partitions=_as_tuple(partition),
-        replicas=_as_tuple(replicas),
-        gather_dtypes=_as_tuple(gather_dtype),
-        reduce_wires=_as_tuple(reduce_wire),
+        micro_batches=as_tuple(micro_batch),
+        stages=as_tuple(stage) or (),
+        partitions=as_tuple(partition),
+        replicas=as_tuple(replicas),
+        gather_dtypes=as_tuple(gather_dtype),
+        reduce_wires=as_tuple(reduce_wire),
         allow_lossy=allow_lossy,
         local_steps=(local_steps,),
-        tensors=_as_tuple(tensor),
-        checkpoints=_as_tuple(checkpoint) or (),
+        tensors=as_tuple(tensor),
+        checkpoints=as_tuple(checkpoint) or (),
         offloads=offload,
     )
     loop = TrainingLoop(
@@ -373,7 +377,8 @@ def evaluate_strategy(
     return Plan(strategy, devices, machine, footprint, memory_shortfall(footprint, devices, machine), traced_model)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...] | None:
+def as_tuple(value: Any) -> tuple[Any, ...] | None:
+    """Return one value or several as a tuple."""
     if value is None:
         return None
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from zeroshard.sharding import Placement
 STAGES = (0, 1, 2, 3)
 OFFLOAD_FRACTIONS = (0.5, 1.0)  # fractions of the optimizer states to try on the host
 MAX_MICRO_BATCH = 4096  # largest micro-batch to try
+MAX_DIVISOR = 2**20  # the same if a batch is given, and its divisors are tried
 EXACT = "none"  # given instead of an 8-bit dtype: values are sent in their own
 LOSSY_DTYPE = "int8"  # tried if lossy strategies are allowed
 _WIRE_DTYPES = tuple(EXACT if dtype is None else dtype for dtype in EIGHT_BIT_DTYPES)
@@ -58,44 +60,27 @@ class SearchSpace:
         return self.allow_lossy if self.reduce_wires is None else set(self.reduce_wires) != {EXACT}
 
     def __post_init__(self) -> None:
-        for name, values in (
-            ("batch", (self.batch,)),
-            ("micro_batch", self.micro_batches),
-            ("tensor", self.tensors),
-            ("replicas", self.replicas),
-            ("local_steps", self.local_steps),
+        offloads = self.offloads if isinstance(self.offloads, (list, tuple)) else None
+        for name, values, allowed in (
+            ("batch", None if self.batch is None else (self.batch,), None),
+            ("micro_batch", self.micro_batches, None),
+            ("stage", self.stages, STAGES),
+            ("replicas", self.replicas, None),
+            ("partition", self.partitions, tuple(PARTITIONS)),
+            ("gather_dtype", self.gather_dtypes, _WIRE_DTYPES),
+            ("reduce_wire", self.reduce_wires, _WIRE_DTYPES),
+            ("local_steps", self.local_steps, None),
+            ("tensor", self.tensors, None),
+            ("checkpoint", self.checkpoints, CHECKPOINT_MODES),
+            ("offload", offloads, offloads),
         ):
-            for value in values or ():
-                if value is not None and (type(value) is not int or value < 1):
-                    raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        given = {
-            "stage": self.stages,
-            "partition": self.partitions,
-            "replicas": self.replicas,
-            "gather_dtype": self.gather_dtypes,
-            "reduce_wire": self.reduce_wires,
-            "local_steps": self.local_steps,
-            "tensor": self.tensors,
-            "checkpoint": self.checkpoints,
-            "micro_batch": self.micro_batches,
-            "offload": self.offloads if isinstance(self.offloads, (list, tuple)) else None,
-        }
-        for name, options in given.items():
-            if options is not None and not len(options):
+            if values is not None and not len(values):
                 raise ValueError(f"{name} is empty: pass one value or several, or leave it out")
-        for stage in self.stages:
-            if stage not in STAGES:
-                raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-        for partition in self.partitions or ():
-            if partition not in PARTITIONS:
-                raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
-        for name, dtypes in (("gather_dtype", self.gather_dtypes), ("reduce_wire", self.reduce_wires)):
-            for dtype in dtypes or ():
-                if dtype not in _WIRE_DTYPES:
-                    raise ValueError(f"{name} must be one of {', '.join(_WIRE_DTYPES)}, got {dtype!r}")
-        for checkpoint in self.checkpoints:
-            if checkpoint not in CHECKPOINT_MODES:
-                raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, got {checkpoint!r}")
+            for value in values or ():
+                if allowed is None and (type(value) is not int or value < 1):
+                    raise ValueError(f"{name} must be a positive integer, got {value!r}")
+                if allowed is not None and value not in allowed:
+                    raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def candidate_strategies(
@@ -259,6 +244,16 @@ def _candidate_offloads(given: Any, stage: int, data_ranks: int, machine: Machin
     return offloads
 
 
+@cache
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number up to MAX_DIVISOR.
+
+    >>> _divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [divisor for divisor in range(1, min(number, MAX_DIVISOR) + 1) if number % divisor == 0]
+
+
 def _with_batches(
     base: Strategy, data_ranks: int, space: SearchSpace, can_fit: Callable[[Strategy], bool]
 ) -> Iterator[Strategy]:
@@ -270,7 +265,7 @@ def _with_batches(
         return
     else:
         per_rank = space.batch // data_ranks
-        micros = space.micro_batches or range(1, per_rank + 1)
+        micros = space.micro_batches or _divisors(per_rank)
         batches = [(micro, per_rank // micro) for micro in micros if per_rank % micro == 0]
     _, grads_axes, optimizer_axes = PARTITIONS[base.partition]
     needs_accumulation = grads_axes != optimizer_axes and space.partitions is None

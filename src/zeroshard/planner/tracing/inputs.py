@@ -38,7 +38,10 @@ def model_arguments(model: nn.Module, inputs: Inputs, batch: int, sequence: int 
     if inputs is None:
         arguments = _default_inputs(model, batch, sequence)
     elif callable(inputs):
-        arguments = inputs(batch)
+        try:
+            arguments = inputs(batch)
+        except Exception as error:
+            raise ValueError(f"inputs({batch}) failed with {type(error).__name__}: {error}") from error
     else:
         arguments = _resize_batch(inputs, batch)
     if isinstance(arguments, Mapping):
