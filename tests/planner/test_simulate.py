@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.cli.simulate import main
-from zeroshard.cli.simulate_output import simulation_table
+from zeroshard.cli.simulate_output import largest_table, simulation_table
 from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
@@ -28,7 +28,6 @@ from zeroshard.planner.scaling.largest_model import (
     LargestModel,
     find_deepest_member,
     find_family,
-    find_largest_model,
     gpt_family,
 )
 from zeroshard.planner.scaling.sweep import ScalingPoint, ScalingSimulation, simulate
@@ -166,11 +165,11 @@ def test_more_devices_never_do_more_each_where_links_are_the_limit() -> None:
     for stage in (0, 1, 2, 3):
         speeds = [
             point.samples_per_second_per_device
-            for point in found.points_of_stage(stage)
+            for point in found.points_of_series(f"stage {stage}")
             if stage == 0 or point.devices >= 16
         ]
         assert all(later <= earlier for earlier, later in itertools.pairwise(speeds)), stage
-    by_hand = found.points_of_stage(3)
+    by_hand = found.points_of_series("stage 3")
     best = max(by_hand, key=lambda point: point.samples_per_second_per_device)
     (told,) = [one for one in found.scaling if one.stage == 3]
     assert told.best is best and told.under_50_percent is not None and told.under_90_percent is not None
@@ -181,7 +180,6 @@ def test_more_devices_never_do_more_each_where_links_are_the_limit() -> None:
     }
     assert told.under_90_percent == min(n for n, share in at.items() if share < 0.9)
     assert told.under_50_percent == min(n for n, share in at.items() if share < 0.5) > told.under_90_percent
-    assert told.good_until == max([n for n in at if n < told.under_90_percent], default=best.devices)
 
 
 def test_perfect_links_scale_for_ever() -> None:
@@ -194,7 +192,7 @@ def test_perfect_links_scale_for_ever() -> None:
     assert [point.samples_per_second_per_device for point in found.points] == pytest.approx(
         [first] * len(found.points), rel=1e-6
     )
-    assert found.scaling[0].under_90_percent is None and found.scaling[0].good_until == 4096
+    assert found.scaling[0].under_90_percent is None
 
 
 @pytest.mark.slow
@@ -215,10 +213,10 @@ def test_a_model_of_small_blocks_is_simulated_as_it_is_planned() -> None:
 def test_partitioned_memory_shrinks_with_devices() -> None:
     found = swept(devices=(1, 8, 64, 512))
     for stage in (1, 2, 3):
-        needed = [point.plan.memory for point in found.points_of_stage(stage)]
+        needed = [point.plan.memory for point in found.points_of_series(f"stage {stage}")]
         assert needed == sorted(needed, reverse=True) and needed[0] > needed[-1]
     assert (
-        len({point.plan.footprint.between_steps for point in found.points_of_stage(0)}) <= 2
+        len({point.plan.footprint.between_steps for point in found.points_of_series("stage 0")}) <= 2
     )  # alone, and with landings
 
 
@@ -288,7 +286,7 @@ def test_8_bits_and_networks_are_compared(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "a step on 16 devices   10 Gb/s  2.5 Gb/s" in out and "stage 3, int8 gathers" in out
     told = json.loads(path.read_text())["networks"]
-    assert list(told) == ["10", "2.5"] and len(told["10"]["points"]) == 3
+    assert [network["gigabits_per_second"] for network in told] == [10, 2.5] and len(told[0]["points"]) == 3
 
 
 def test_a_mesh_is_simulated_as_it_is_planned() -> None:
@@ -325,19 +323,19 @@ def test_models_of_any_kind_are_swept() -> None:
         ({"devices": (0,)}, "devices must be integers of at least 1, got 0"),
         ({"devices": ()}, "devices is empty"),
         ({"stages": ()}, "stages is empty"),
-        ({"stages": (4,)}, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"stages": (4,)}, "stage must be one of 0, 1, 2, 3, got 4"),
         ({"machine": "h1000"}, "did you mean 'h100'"),
         ({"machine": "dgx2", "precision": "bf16"}, "does not support bf16, only fp32 and fp16"),
         ({"tensor": 0}, "tensor must be a positive integer"),
         ({"tensor": 8, "devices": (4, 12)}, r"no number of devices is a multiple of the tensor degree \(8\)"),
         ({"tensor": 16, "devices": (16,)}, "do not divide the model's 8 heads"),
         ({"micro_batch": 0}, "micro_batch must be a positive integer, got 0"),
-        ({"batch": 3, "devices": (2, 4)}, "cannot be divided evenly"),
+        ({"batch": 3, "devices": (2, 4)}, "must divide the batch"),
         ({"batch": 0}, "batch must be a positive integer"),
         ({"checkpoint": "some"}, "checkpoint must be one of"),
         ({"replicas": "node"}, "replicas must be a positive integer, got 'node'"),
         ({"replicas": ()}, "replicas is empty"),
-        ({"replicas": 3, "devices": (8, 16)}, "supports such a mesh: replicas must divide the data-parallel ranks"),
+        ({"replicas": 3, "devices": (8, 16)}, "and replicas divide them"),
         ({"gather_dtype": "int8", "stages": [1], "devices": (8,)}, "8-bit collectives: gather_dtype needs stage 3"),
         ({"partition": "both", "replicas": 2, "devices": (8,)}, "partition must be one of"),
     ],
@@ -369,18 +367,17 @@ def test_the_largest_model_fits_and_a_deeper_one_does_not(family: TracedModel, s
         Machine.resolve("h100", memory=memory),
     )
     fits, fails = (evaluate_strategy(family.with_layers(found.layers + more), choice, 4, machine) for more in (0, 1))
-    assert fits.fits and not fails.fits and found.confirmed and found.limit == "device"
+    assert fits.fits and not fails.fits and not found.may_be_deeper and found.limit == "device"
     assert found.memory == pytest.approx(fits.memory)
     assert found.parameters == replace(LARGER, layers=found.layers).parameters
 
 
-def test_the_straight_line_ends_where_a_replay_does(family: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed = deepest_in(family, 16, 3, "2GB")
-    monkeypatch.setattr(searching, "MAX_REPLAYED_LAYERS", 64)
-    on_the_line = deepest_in(family, 16, 3, "2GB")
-    assert replayed.layers > 64 and replayed.confirmed and not on_the_line.confirmed
-    assert on_the_line.layers == pytest.approx(replayed.layers, rel=0.02)
-    assert on_the_line.memory == pytest.approx(replayed.memory, rel=0.01)
+def test_the_search_ends_at_a_limit_that_it_names(family: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deepest_in(family, 16, 3, "2GB").layers > 64
+    monkeypatch.setattr(searching, "MAX_LAYERS", 64)
+    found = deepest_in(family, 16, 3, "2GB")
+    assert found.layers == 64 and found.may_be_deeper and largest_table({(16, 3): found}).endswith("(64 layers)")
+    assert "≥ " in largest_table({(16, 3): found})
 
 
 @pytest.mark.slow
@@ -399,11 +396,11 @@ def test_largest_models_grow_with_stage_devices_and_offload(family: TracedModel)
     assert nothing.layers == 0 and nothing.limit == "device" and nothing.memory > 1e9
 
 
-def test_bad_searches_are_refused() -> None:
+def test_bad_searches_are_refused(family: TracedModel) -> None:
     with pytest.raises(ValueError, match="devices must be a positive integer, got 0"):
-        find_largest_model(gpt_family(SHAPE), devices=0)
+        deepest_in(family, 0, 3)
     with pytest.raises(ValueError, match=r"devices \(12\) must be a multiple of the tensor degree \(8\)"):
-        find_largest_model(gpt_family(SHAPE), devices=12, tensor=8)
+        deepest_in(family, 12, 3, tensor=8)
     with pytest.raises(ValueError, match="layers must be a positive integer, got 0"):
         TracedModel.from_family(gpt_family(SHAPE), 0)
 
@@ -427,12 +424,13 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     assert main(arguments) == 0
     said, told = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
     assert "GPT, 4 layers, 4 heads, width 128" in said and "stage 3: fits from 1 on" in said
-    assert [(point["stage"], point["devices"]) for point in told["points"]] == [
-        (stage, devices) for stage in (0, 3) for devices in (1, 8, 16, 32, 64)
+    assert [(point["series"], point["devices"]) for point in told["points"]] == [
+        (f"stage {stage}", devices) for stage in (0, 3) for devices in (1, 8, 16, 32, 64)
     ]
-    assert told["scaling"][1]["stage"] == 3 and told["machine"]["name"] == "h100"
+    assert told["series"][1]["stage"] == 3 and told["machine"]["name"] == "h100" and told["version"] == 1
     for point in told["points"]:
-        assert point["plan"]["choice"]["micro_batch"] == 4 and sum(point["shares"].values()) == pytest.approx(1)
+        assert point["plan"]["strategy"]["micro_batch"] == 4
+        assert sum(point["time_fractions"].values()) == pytest.approx(1)
 
 
 def test_with_fp8_the_output_layer_stays_in_bf16_as_in_training(tmp_path: Path) -> None:
@@ -448,7 +446,7 @@ def test_with_fp8_the_output_layer_stays_in_bf16_as_in_training(tmp_path: Path) 
         for kept in ("head", ())
     ]
     assert sent[1] < 0.95 * sent[0]
-    assert found["plan"]["traffic"]["all-gather"] == pytest.approx(sent[0], rel=0.001)
+    assert found["plan"]["traffic_bytes"]["all-gather"] == pytest.approx(sent[0], rel=0.001)
 
 
 @pytest.mark.slow
@@ -458,7 +456,7 @@ def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         main([*shape, "--largest", "--devices", "1,4", "--stage", "1,3", "--memory", "2GB", "--json", str(file)]) == 0
     )
-    rows = json.loads(file.read_text())["largest"]
+    rows = json.loads(file.read_text())["largest_models"]
     assert [(row["devices"], row["stage"]) for row in rows] == [(1, 1), (1, 3), (4, 1), (4, 3)]
     assert rows[0]["layers"] < rows[1]["layers"] < rows[2]["layers"] < rows[3]["layers"]
     assert f"({rows[3]['layers']} layers)" in capsys.readouterr().out
@@ -483,7 +481,7 @@ def test_the_largest_is_offloaded_whatever_the_stage(tmp_path: Path) -> None:
     found = []
     for offload in ("none", "host"):
         assert main([*shape, str(file), "--offload", offload]) == 0
-        found.append(json.loads(file.read_text())["largest"][0]["layers"])
+        found.append(json.loads(file.read_text())["largest_models"][0]["layers"])
     assert found[0] < found[1]
 
 
@@ -505,6 +503,8 @@ def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "words"),
     [
         (["tinny"], "did you mean 'tiny'"),
+        (["tiny", "--layers", "100000"], "--layers is at most 4,096, got 100,000"),
+        (["tiny", "--memory", "1kB"], "memory must be above context"),
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
         (["tiny", "--machine", "dgx2", "--precision", "bf16"], "use precision='fp16'"),
         (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the tensor degree (3)"),

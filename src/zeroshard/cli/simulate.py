@@ -18,7 +18,9 @@ from zeroshard.cli.plan_options import (
     add_model_options,
     add_wire_options,
     check_partition,
+    device_count,
     float8_options,
+    one_line,
     open_machine_and_model,
     outer_optimizer,
     write_json,
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             write_json(result, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        print_error("simulate", error)
+        print_error("simulate", one_line(error))
         return 2
     return 0
 
@@ -133,7 +135,7 @@ def _parse_device_counts(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        start, end = positive_int(first), positive_int(last) if dash else positive_int(first)
+        start, end = device_count(first), device_count(last) if dash else device_count(first)
         if start > end:
             raise argparse.ArgumentTypeError(f"expected a range from the fewest to the most devices, got {part!r}")
         counts.append(start)
@@ -158,8 +160,11 @@ def _parse_replicas(text: str) -> list[int | str]:
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.cli.simulate_output import network_table, simulation_table, simulation_to_dict
-    from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
+    from zeroshard.planner import JSON_VERSION
+    from zeroshard.planner.scaling import DEVICE_COUNTS, MAX_LAYERS, simulate
 
+    if (options.layers or 0) > MAX_LAYERS:
+        raise ValueError(f"--layers is at most {MAX_LAYERS:,}, got {options.layers:,}")
     machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
     options.precision = options.precision or machine.default_precision
     default_counts = [NETWORK_NODES * machine.devices] if options.network else list(DEVICE_COUNTS)
@@ -202,8 +207,11 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
     if options.network:
         found = {rate: simulation.with_network(rate) for rate in dict.fromkeys(options.network)}
         echo(f"\n{network_table(found)}")
-        records = {f"{rate:g}": simulation_to_dict(one, opened.description, tokens) for rate, one in found.items()}
-        return {"networks": records}
+        networks = [
+            {"gigabits_per_second": rate, **simulation_to_dict(one, opened.description, tokens)}
+            for rate, one in found.items()
+        ]
+        return {"version": JSON_VERSION, "networks": networks}
     echo(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(simulation)}")
     return simulation_to_dict(simulation, opened.description, tokens)
 
@@ -230,7 +238,7 @@ def _find_largest(
     if family is None:
         raise ValueError(
             f"cannot change the depth of {type(opened.model).__name__}: use a preset, or call "
-            "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
+            "zeroshard.planner.scaling.find_deepest_member with a family of your own"
         )
     loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
     more = float8_options(options, opened.model)

@@ -1,17 +1,13 @@
-"""Sweeps and largest models as tables for a terminal, and as plain data for JSON.
-
-In JSON, sizes are in bytes and times in seconds.
-"""
+"""Sweeps and largest models as tables for a terminal, and as plain data for JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from zeroshard.cli.plan_text import align_columns, format_batch, format_seconds
-from zeroshard.planner import Machine, plan_to_dict
+from zeroshard.planner import JSON_VERSION, Machine, plan_to_dict
 from zeroshard.planner.scaling import (
     WAIT_KINDS,
     LargestModel,
@@ -61,7 +57,7 @@ def _point_row(point: ScalingPoint) -> list[str]:
 def scaling_line(one: StageScaling) -> str:
     """Describe in one line where a series stops scaling.
 
-    >>> scaling_line(StageScaling(0, None, None, None, None, None, "stage 0"))
+    >>> scaling_line(StageScaling(0, None, None, None, None, "stage 0"))
     'stage 0: fits on none of these'
     """
     if one.best is None:
@@ -73,8 +69,6 @@ def scaling_line(one: StageScaling) -> str:
         clauses.append(
             "never under 50 %" if one.under_50_percent is None else f"under 50 % from {one.under_50_percent:,} on"
         )
-    elif one.good_until != one.best.devices:
-        clauses.append(f"at least 90 % of that up to {one.good_until:,}")
     return ", ".join(clauses)
 
 
@@ -121,31 +115,47 @@ def _largest_text(one: LargestModel | None) -> str:
     billions = one.parameters / 1e9
     size = f"{billions / 1000:.3g}T" if billions >= 1000 else f"{billions:.3g}B"
     limit_text = "" if one.limit == "device" else f", {one.limit} full"
-    return f"{'' if one.confirmed else '≈ '}{size} ({one.layers:,} layers{limit_text})"
+    return f"{'≥ ' if one.may_be_deeper else ''}{size} ({one.layers:,} layers{limit_text})"
 
 
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
     """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where series stop scaling."""
     return {
-        "model": model,
+        **_head(model, found.machine),
         "parameters": found.parameters,
         "precision": found.precision,
-        "machine": json.loads(found.machine.to_json()),
-        "versions": software_versions(),
         "points": [_point_to_dict(point, tokens) for point in found.points],
-        "scaling": [vars(one) | {"best": None if one.best is None else one.best.devices} for one in found.scaling],
+        "series": [_series_to_dict(one) for one in found.scaling],
+    }
+
+
+def _head(model: str, machine: Machine) -> dict[str, Any]:
+    return {
+        "version": JSON_VERSION,
+        "software": software_versions(),
+        "model": model,
+        "machine": json.loads(machine.to_json()),
     }
 
 
 def _point_to_dict(point: ScalingPoint, tokens: int | None) -> dict[str, Any]:
     return {
-        "devices": point.devices,
-        "stage": point.stage,
         "series": point.series,
-        "samples_per_second_and_device": point.samples_per_second_per_device,
-        "tflops_per_device": point.tflops_per_device,
-        "shares": point.time_fractions,
+        "devices": point.devices,
+        "samples_per_second_per_device": point.samples_per_second_per_device,
+        "time_fractions": point.time_fractions,
         "plan": plan_to_dict(point.plan, tokens=tokens),
+    }
+
+
+def _series_to_dict(one: StageScaling) -> dict[str, Any]:
+    return {
+        "name": one.series,
+        "stage": one.stage,
+        "fits_from_devices": one.fits_from,
+        "fastest_devices": None if one.best is None else one.best.devices,
+        "under_90_percent_from_devices": one.under_90_percent,
+        "under_50_percent_from_devices": one.under_50_percent,
     }
 
 
@@ -155,14 +165,12 @@ def largest_to_dict(found: dict[tuple[int, int], LargestModel], model: str, mach
         {
             "devices": devices,
             "stage": stage,
-            **asdict(largest),
+            "layers": largest.layers,
             "parameters": largest.parameters if largest.layers else 0,
+            "device_bytes": largest.memory,
+            "limited_by": largest.limit,
+            "may_be_deeper": largest.may_be_deeper,
         }
         for (devices, stage), largest in found.items()
     ]
-    return {
-        "model": model,
-        "machine": json.loads(machine.to_json()),
-        "versions": software_versions(),
-        "largest": records,
-    }
+    return {**_head(model, machine), "largest_models": records}

@@ -1,10 +1,10 @@
 """Simulate training on any number of devices, and find the largest model."""
 
 from zeroshard.planner.scaling.largest_model import (
+    MAX_LAYERS,
     LargestModel,
     find_deepest_member,
     find_family,
-    find_largest_model,
     gpt_family,
 )
 from zeroshard.planner.scaling.sweep import (
@@ -19,6 +19,7 @@ from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 __all__ = [
     "DEVICE_COUNTS",
+    "MAX_LAYERS",
     "WAIT_KINDS",
     "LargestModel",
     "ScalingPoint",
@@ -28,7 +29,6 @@ __all__ = [
     "TrainingLoop",
     "find_deepest_member",
     "find_family",
-    "find_largest_model",
     "gpt_family",
     "simulate",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plans import Plan, evaluate_strategy, fastest_or_smallest
+from zeroshard.planner.plans import Plan, as_tuple, evaluate_strategy, fastest_or_smallest
 from zeroshard.planner.search import EXACT, STAGES, SearchSpace, candidate_strategies, explain_unsupported
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
@@ -30,7 +30,6 @@ from zeroshard.planner.tracing.trace_model import CheckpointMode
 DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
 WAIT_KINDS = ("tensor", "gather", "reduce", "update", "average", "launch")
 NODES = "nodes"  # as many replicas as there are nodes
-GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput per device
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ class StageScaling:
     """The fewest simulated devices on which the model fits; None if it fits on none."""
     best: ScalingPoint | None
     """The point that fits and has the highest throughput per device."""
-    good_until: int | None
-    """The most devices up to which the throughput per device is at least 90 % of the best."""
     under_90_percent: int | None
     """The first number of devices above the best point with less than 90 % of its throughput; None if there is none."""
     under_50_percent: int | None
@@ -112,18 +109,9 @@ class ScalingSimulation:
         """Simulate the same with another rate between nodes: see :meth:`zeroshard.planner.Machine.with_network`."""
         return self.sweep.run(self.machine.with_network(gigabits))
 
-    def points_of_stage(self, stage: int) -> list[ScalingPoint]:
-        """Return the points of one stage, of one series after the other."""
-        return [point for point in self.points if point.stage == stage]
-
     def points_of_series(self, series: str) -> list[ScalingPoint]:
         """Return the points of one series, sorted by devices."""
         return [point for point in self.points if point.series == series]
-
-    @property
-    def stages(self) -> list[int]:
-        """The simulated stages."""
-        return sorted({point.stage for point in self.points})
 
     @property
     def series(self) -> list[str]:
@@ -140,7 +128,7 @@ def _stage_scaling(points: Sequence[ScalingPoint]) -> StageScaling:
     stage, series = points[0].stage, points[0].series
     fitting = [point for point in points if point.fits]
     if not fitting:
-        return StageScaling(stage, None, None, None, None, None, series)
+        return StageScaling(stage, None, None, None, None, series)
     best = max(fitting, key=lambda point: point.samples_per_second_per_device)
     beyond = [point for point in fitting if point.devices > best.devices]
 
@@ -148,9 +136,7 @@ def _stage_scaling(points: Sequence[ScalingPoint]) -> StageScaling:
         limit = fraction * best.samples_per_second_per_device
         return next((point.devices for point in beyond if point.samples_per_second_per_device < limit), None)
 
-    under_90, under_50 = first_under(GOOD_FRACTION), first_under(HALF_FRACTION)
-    good = [point.devices for point in beyond if under_90 is None or point.devices < under_90]
-    return StageScaling(stage, fitting[0].devices, best, max(good, default=best.devices), under_90, under_50, series)
+    return StageScaling(stage, fitting[0].devices, best, first_under(0.9), first_under(0.5), series)
 
 
 def simulate(
@@ -206,27 +192,23 @@ def simulate(
     valid_counts = [count for count in counts if count % tensor == 0]
     if not valid_counts:
         raise ValueError(f"no number of devices is a multiple of the tensor degree ({tensor}), got {counts}")
-    rows: list[Any] = _as_list(replicas)
+    rows = as_tuple(replicas) or ()
     counted = [row for row in rows if row != NODES]
     space = SearchSpace(
         batch=batch,
         micro_batches=None if micro_batch is None else (micro_batch,),
         stages=sorted_stages,
         replicas=counted or None if rows else (),
-        partitions=None if partition is None else _as_list(partition),
-        gather_dtypes=_as_list(gather_dtype),
-        reduce_wires=_as_list(reduce_wire),
-        local_steps=_as_list(local_steps),
+        partitions=as_tuple(partition),
+        gather_dtypes=as_tuple(gather_dtype),
+        reduce_wires=as_tuple(reduce_wire),
+        local_steps=as_tuple(local_steps) or (),
         tensors=(tensor,),
         checkpoints=(checkpoint,),
         offloads=[offload],
     )
     loop = TrainingLoop(inputs=inputs, loss=loss, sequence=sequence, has_clipping=clip)
     return _Sweep(TracedModel(model, loop, **options), space, valid_counts, rows).run(machine)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, (int, str)) else list(value)
 
 
 @dataclass(frozen=True)
@@ -236,7 +218,7 @@ class _Sweep:
     traced_model: TracedModel
     space: SearchSpace
     counts: list[int]  # of devices
-    rows: list[int | str]  # of 2-D meshes, or NODES
+    rows: Sequence[int | str]  # of 2-D meshes, or NODES
 
     def run(self, machine: Machine) -> ScalingSimulation:
         """Simulate all series on all numbers of devices."""
@@ -251,13 +233,10 @@ class _Sweep:
         if not points:
             if given := explain_unsupported(self.space):
                 raise ValueError(f"none of {self.counts} devices supports {given}")
-            batch, is_plain = self.space.batch, self.space.partitions is None and self.rows == [1]
-            divides = "" if batch is None else f" and divides the batch ({batch}) evenly"
             raise ValueError(
-                f"batch {batch} cannot be divided evenly over any of {self.counts} devices: change one"
-                if is_plain
-                else f"none of {self.counts} devices supports such a mesh{divides}: replicas must divide the "
-                "data-parallel ranks; unless partition is 'hybrid' or 'full', each needs several"
+                f"none of {self.counts} devices can be used: the data-parallel ranks must divide the batch "
+                f"({self.space.batch}) evenly, and replicas divide them; unless partition is 'hybrid' or 'full', each "
+                "replica needs several"
             )
         series = list(dict.fromkeys(point.series for point in points))
         points.sort(key=lambda point: (point.stage, series.index(point.series)))
