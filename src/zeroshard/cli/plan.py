@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if options.model is not None and options.devices is None:
         parser.error("the following argument is required: --devices N")
     if options.model is None:
-        given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
-        flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value and name != "calibrate"]
+        flags = [word for word in argv if word.startswith("-") and not "--calibrate".startswith(word)]
         if flags:
             parser.error(f"without MODEL, --calibrate only measures this machine: leave out {', '.join(flags)}")
     echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)

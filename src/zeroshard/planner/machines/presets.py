@@ -152,8 +152,8 @@ MACHINE_PRESETS: Final[dict[str, dict[str, Any]]] = {
         **_links(900, 72 * 50),
     },
     # AMD Instinct MI300X (data sheet): PCIe 5; 7 links of 64 GB/s in each direction to the others of its platform, of
-    # which RCCL is assumed to reach 0.7 (of 392, 0.8). No float8: its formats are not those of precision="fp8". The server
-    # is assumed to be an H100's. Guesses, taken low: efficiency, attention, and the workspace of hipBLASLt.
+    # which RCCL is assumed to reach 0.7: 0.8 of 392. No float8: its formats are not those of precision="fp8". The
+    # server is assumed to be an H100's. Guesses, taken low: efficiency, attention, and the workspace of hipBLASLt.
     "mi300x": {
         **_H100,
         **_device(192, 163.4, 1307.4, 5300),
