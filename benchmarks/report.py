@@ -1,6 +1,6 @@
 """Build the tables and charts of the pages from the records in benchmarks/results.
 
-    python -m benchmarks docs                          # rewrite the tables of README.md, docs/ and results/
+    python -m benchmarks docs                          # rewrite the pages in PAGES
     python -m benchmarks docs --check                  # change nothing; fail where a page differs from its records
     python -m benchmarks docs --add FILE peers/large   # first make FILE, written with --out, the record of this run
 
@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.evidence import page as evidence
 from benchmarks.harness.record import ROOT, cell, describe, encode, markdown
 
-PAGES = ("README.md", "docs/benchmarks.md", "benchmarks/results/README.md", evidence.PAGE)
+PAGES = ("README.md", "docs/benchmarks.md", "benchmarks/results/README.md", "docs/simulation.md", evidence.PAGE)
 BLOCK = re.compile(r"(?ms)^<!-- (?P<name>[\w .]+/[\w .]+)(?P<shown>\n[^>]*| )-->\n.*?^<!-- end -->$")
 Row = dict[str | int, Any]  # a table's row: cells by the head of their column and by its index
 BAR_LENGTH, NAME_LENGTH = 40, 30  # characters

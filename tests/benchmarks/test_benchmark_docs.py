@@ -74,6 +74,7 @@ def test_every_table_of_the_page_and_every_record_is_used() -> None:
         for path in (ROOT / "benchmarks/results").glob("*.json")
         for run in json.loads(path.read_text())
     }
+    text += (ROOT / "docs/simulation.md").read_text()
     assert {block["name"] for block in report.BLOCK.finditer(text)} == runs
 
 
