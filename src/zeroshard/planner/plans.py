@@ -164,7 +164,12 @@ class Plans:
         fast = [plan for plan in fitting if plan.score >= best_score * (1 - TOLERANCE)]
         least_bytes = min(plan.bytes_per_sample for plan in fast)
         lean = [plan for plan in fast if plan.bytes_per_sample <= least_bytes * (1 + TOLERANCE)]
-        return min(lean, key=lambda plan: (plan.memory, plan.bytes_per_sample, plan.strategy.description))
+        return min(lean, key=self._preference)
+
+    @staticmethod
+    def _preference(plan: Plan) -> tuple[float, float, bool, str]:
+        uses_disk = "disk" in plan.strategy.offload_summary
+        return plan.memory, plan.bytes_per_sample, uses_disk, plan.strategy.description
 
     @property
     def reason(self) -> str:
