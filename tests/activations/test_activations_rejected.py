@@ -87,10 +87,10 @@ def test_partition_needs_an_axis() -> None:
         net_loss(model, batches(1)[0])
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         with pytest.raises(ValueError, match=r'one axis, got 2 .*mesh\["tensor"\]'):
             zeroshard.checkpoint_activations(make_net(), partition=mesh)
-        divided = zeroshard.checkpoint_activations(make_net(), partition=mesh["b"])
+        divided = zeroshard.checkpoint_activations(make_net(), partition=mesh["shard"])
         with pytest.raises(TypeError, match="cannot be pickled: undo checkpointing first"):
             pickle.dumps(divided)
         copy.deepcopy(divided)

@@ -144,3 +144,17 @@ def test_a_mesh_of_three_axes_is_refused_with_what_is_wanted() -> None:
             zeroshard.shard(make_net(), mesh=init_device_mesh("cpu", (1, 2, 2)))
 
     run_threads(4, body)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "pp", "ep", "cp", "context", "stage"])
+def test_an_axis_that_is_not_data_parallel_is_refused_and_its_sub_mesh_named(name: str) -> None:
+    def body(rank: int) -> None:
+        for names in ((name, "shard"), ("shard", name)):
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+            with pytest.raises(ValueError, match=rf"ranks along '{name}' may .* mesh\['shard'\]"):
+                zeroshard.shard(make_net(), mesh=mesh)
+            zeroshard.shard(make_net(), mesh=mesh["shard"])
+        for names in (("dp_replicate", "dp_shard"), ("data", "tp"), ("dp", "tensor")):
+            zeroshard.shard(make_net(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
+
+    run_threads(2, body)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
+DATA_AXIS_NAMES = ("replicate", "shard", "data", "dp", "dp_replicate", "dp_shard")  # of its data-parallel axes
 # The number of processes that a launcher started, by launcher: torchrun, srun, Open MPI, MPICH.
 _RANK_COUNT_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -118,6 +119,12 @@ def _check_started_alone() -> None:
 def tensor_axis_name(mesh: DeviceMesh) -> str | None:
     """Return the name of the mesh's tensor axis; None if it has none."""
     names = mesh.mesh_dim_names or ()
+    unknown = sorted(set(names).difference(DATA_AXIS_NAMES, TENSOR_AXIS_NAMES))
+    if unknown:
+        raise ValueError(
+            f"the axes of mesh are named {names}, and ranks along {unknown[0]!r} may have other parameters. Pass the "
+            f"sub-mesh of the data-parallel axes ({', '.join(DATA_AXIS_NAMES)}) and the tensor axis: mesh['shard']"
+        )
     found = [name for name in names if name in TENSOR_AXIS_NAMES]
     if found and (len(found) > 1 or names[-1] != found[0]):
         raise ValueError(f"mesh must have at most one tensor axis, as its last axis, got {mesh}")
