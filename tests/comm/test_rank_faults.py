@@ -56,6 +56,8 @@ def lone(call: str, named: str, *stages: int) -> list[Case]:
     return [Case(call, f"rank 1 is about to start to {named}", 2, {"stage": stage}) for stage in stages]
 
 
+BARRIER_WAIT = r"rank \d is about to .*, but rank \d waits for it in torch.distributed.barrier\(\) \(.*faults.py, line"
+
 CASES = [
     Case("killed", r"rank 1 has died: its process \d+ was killed", 3, store="tcp"),
     Case("killed", r"rank 0 has died: its process \d+ was killed", 3, store="tcp", by=0),
@@ -76,6 +78,9 @@ CASES = [
     *lone("full_parameter", r"read the parameter 'blocks\.1\.0\.weight'", 3),
     *lone("full_gradient", r"read the gradient of", 0, 3),
     *lone("save", "save", 0),
+    *(Case("barrier", BARRIER_WAIT, 3, {"stage": stage}) for stage in (0, 1, 2, 3)),
+    Case("barrier in a step", BARRIER_WAIT, 2, {"stage": 1}, by=0),
+    Case("barrier in a step", BARRIER_WAIT, 3, {"stage": 3}, by=2),
 ]
 # in these stages a rank has all of it by itself; and a slow rank is no fault
 HARMLESS = [Case("state_dict", "", 2, {"stage": 0}), Case("full_parameter", "", 2, {"stage": 2}), Case("slow", "")]
@@ -112,7 +117,7 @@ def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str
 
 def assert_others_are_told(case: Case, outcomes: list[Outcome]) -> None:
     """Assert that every other rank has ended by itself, in time, with an error that names the rank and the fault."""
-    diverged = not case.what.startswith(("killed", "raises", "ends early"))
+    diverged = not case.what.startswith(("killed", "raises", "ends early", "barrier"))
     for rank, outcome in enumerate(outcomes):
         if rank == case.by and not diverged:
             continue

@@ -88,6 +88,8 @@ def _do(what: str, model: Net, optimizer: Any, directory: Path) -> None:
         zeroshard.full_parameter(model, name)
     elif what == "full_gradient":
         zeroshard.full_gradient(model, name)
+    elif what.startswith("barrier"):
+        dist.barrier()
     elif what in ("save", "save before a barrier"):
         zeroshard.save(directory / "step", model, optimizer)
 
@@ -114,12 +116,16 @@ def fault(
                 zeroshard.save(Path(directory, "step"), model, optimizer)
             if step == AT and what == "save before a barrier" and not mine:
                 dist.barrier()
-            if mine:
+            if mine and what == "barrier in a step":
+                mark.write_text(repr(time.time()))
+            elif mine:
                 mark.write_text(repr(time.time()))
                 _do(what, model, optimizer, Path(directory))
             for _ in range(1 if mine and what == "micro-batches" else 2):
                 called = time.time()
                 loss = model(x).square().mean()
+                if mine and what == "barrier in a step":
+                    dist.barrier()
                 if mine and what in RAISED:
                     raise RAISED[what]
                 called = time.time()

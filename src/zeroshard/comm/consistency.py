@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.heartbeat_monitor import (
     FAULT_ERROR,
+    AnnouncementReader,
     Announcements,
     HeartbeatMonitor,
     RankFault,
@@ -188,8 +189,6 @@ class ConsistencyChecker:
             pause = min(1.5 * pause, 0.02 if len(self.global_ranks) <= 64 else 0.2)
         return True
 
-    # -- faults -------------------------------------------------------------------------------------------------
-
     def raise_on_fault(self, event_index: int, what: str) -> None:
         """Raise if a known fault keeps this rank from reaching ``event_index``."""
         if self._blocking_fault(event_index) is not None:
@@ -197,6 +196,7 @@ class ConsistencyChecker:
 
     def wait_for_work(self, work: Any, what: str, began: float) -> None:
         """Wait for a collective that took longer than a poll interval; raise when it will never complete."""
+        self.announce("wait", what)
         while True:
             if work.is_completed():
                 with self.explain_errors(what, began):
@@ -237,11 +237,11 @@ class ConsistencyChecker:
         except RuntimeError:  # the store died with its rank
             return RanksDisagreeError(f"rank {self.rank} {failed}")
 
-    def announce_failure(self, why: str) -> None:
-        """Record the reason for ranks that will wait for this one: it left its pass by an exception."""
+    def announce(self, topic: str, text: str) -> None:
+        """Tell ranks that will wait for this one what it waits in ("wait"), or why it left its pass ("note")."""
         if self._store is not None and self._monitor is not None:
             with contextlib.suppress(RuntimeError):  # the store died with its rank
-                self._store.set(f"note {self.rank}", f"{self.event_count}:{why}")
+                self._store.set(f"{topic} {self.rank}", f"{self.event_count}:{text}")
                 self._monitor.request_comparison()
 
     def position(self) -> tuple[int, str] | None:
@@ -256,7 +256,7 @@ class ConsistencyChecker:
         """How many events this rank has reached."""
         return (self.position() or NO_POSITION)[0]
 
-    def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
+    def describe_conflict(self, announcements: AnnouncementReader, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet.
 
         If others announced an event index that this rank has passed, it can no longer be confirmed: had the event been
@@ -268,6 +268,7 @@ class ConsistencyChecker:
             return ""
         passed = progress.event_count  # read first: an event is confirmed before it is passed
         confirmed, (asked_index, asked_event) = self._last_confirmed, self._last_announced
+        announced = announcements.events
 
         def own_event(index: int) -> str:
             return progress.event_at(index) if index <= passed else asked_event if index == asked_index else ""
@@ -278,11 +279,11 @@ class ConsistencyChecker:
                 others = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
                 mine = own_event(index) or "another call"
                 return f"ranks disagree: {others}, but rank {self.rank} is at: {mine}. {_ADVICE}"
-        for rank, (index, what) in announced.items():
+        for rank, (index, what) in (*announced.items(), *announcements.waits.items()):
             if barrier is not None and index > max(confirmed, passed) and self.global_ranks[rank] in barrier.ranks:
                 here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.call_site})"
                 return f"ranks disagree: rank {rank} is about to {what}, but {here}. {_ADVICE}"
-        for rank, (index, why) in failures.items():
+        for rank, (index, why) in announcements.failures.items():
             mine = own_event(index + 1)
             if mine and not mine.startswith(PASS_START):
                 return f"rank {rank} failed: {why}. Rank {self.rank} is at: {mine}"
@@ -302,16 +303,16 @@ class ConsistencyChecker:
         )
 
     def _announced_failures(self) -> list[str]:
-        """Return the reasons other ranks recorded before they left their pass: see :meth:`announce_failure`."""
+        """Return the reasons other ranks recorded before they left their pass: see :meth:`announce`."""
         found: Announcements = {}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
-            found = self._monitor.announcements.read_failures() if self._monitor is not None else {}
+            found = self._monitor.announcements.read("note") if self._monitor is not None else {}
         return [f"rank {rank} failed: {why}" for rank, (index, why) in found.items() if index >= self._last_confirmed]
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:
         """Describe the positions of all ranks, in the returned error and to the other ranks."""
         assert self._monitor is not None
-        events, elsewhere = self._monitor.announcements.read_events(), []
+        events, elsewhere = self._monitor.announcements.read("rank"), []
         for rank in self._monitor.announcements.other_ranks:
             index, event = events.get(rank, (-1, ""))
             if index > self._last_confirmed:

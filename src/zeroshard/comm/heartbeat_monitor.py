@@ -12,9 +12,9 @@ daemon thread for each sharded model, with its own connection to the job's store
   whose heartbeats stop for ``heartbeat_timeout`` seconds is dead. Each rank checks the ``NEIGHBORS_PER_SIDE`` ranks on
   either side, so that the load on the store grows with the number of ranks and not with its square.
 - the *announcements* of ranks that have waited for a second (see [Note: consistency of ranks]). A rank that has passed
-  the event index that another one announces knows that the two differ, and adds that to the fault list; so does one
-  that waits for the announcing rank in a ``torch.distributed.barrier`` of the user. A rank that has not reached the
-  event yet may be slow: that is not a fault.
+  the event index that another one announces knows that the two differ, and adds that to the fault list. So does one
+  that waits in a ``torch.distributed.barrier`` of the user for the announcing rank, or for one that waits in an
+  expected collective. A rank that has not reached the event yet may be slow: that is not a fault.
 
 A waiting thread polls, and between polls it checks the faults that its monitor has found. Under NCCL the host does not
 wait, but the device may, forever: there the monitor aborts the communicators of the faulty rank's groups, and the next
@@ -84,7 +84,7 @@ class MonitoredRank(Protocol):
     def position(self) -> tuple[int, str] | None:
         """Return how many events this rank has reached, and a description of the last; None for a dropped model."""
 
-    def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
+    def describe_conflict(self, announcements: AnnouncementReader, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet."""
 
 
@@ -144,6 +144,7 @@ class AnnouncementReader:
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.events: Announcements = {}  # what they are about to do
         self.failures: Announcements = {}  # why they left a pass
+        self.waits: Announcements = {}  # what they wait in, as they expected
         self._store, self.other_ranks = store, [other for other in range(ranks) if other != rank]
         self._requests = b"0"
         store.add("late", 0)
@@ -153,15 +154,10 @@ class AnnouncementReader:
         requests = self._store.get("late")
         if requests != self._requests:
             self._requests = requests
-            self.events, self.failures = self.read_events(), self.read_failures()
+            self.events, self.failures, self.waits = self.read("rank"), self.read("note"), self.read("wait")
 
-    def read_events(self) -> Announcements:
-        return self._read("rank")
-
-    def read_failures(self) -> Announcements:
-        return self._read("note")
-
-    def _read(self, topic: str) -> Announcements:
+    def read(self, topic: str) -> Announcements:
+        """Read what the other ranks have announced on a topic."""
         announcements = {}
         for rank in self.other_ranks:
             key = f"{topic} {rank}"
@@ -273,8 +269,7 @@ class HeartbeatMonitor:
             for peer in self._peers.pop_silent(self._heartbeat_timeout):
                 machine = peer.machine.split()[0]
                 self._report_death(peer, f"no heartbeat from machine {machine} for {self._heartbeat_timeout:g} s")
-            events, failures = self.announcements.events, self.announcements.failures
-            conflict = monitored.describe_conflict(events, failures, self._barriers.poll() if events else None)
+            conflict = monitored.describe_conflict(self.announcements, self._barriers.poll())
             if conflict:
                 self.faults.post(FAULT_ERROR, conflict)
                 self._read_store()

@@ -202,7 +202,7 @@ class CpuUpdates:
         message = f"{why}. The states are invalid now: load a checkpoint"
         invalid = dict.fromkeys(("weights", "optimizer"), message)  # loading a checkpoint resets this
         self._engine.state_guard.invalid_states |= invalid
-        self._engine.comm.consistency.announce_failure(why)
+        self._engine.comm.consistency.announce("note", why)
         wait_for(self._futures)
         self._futures = []
         self._disk_staging.reset()
