@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from plain import assert_close, full_parameters
 from ranks import RanksFailed, run_threads, seeded
 from rules import Rule
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard
@@ -361,13 +363,11 @@ def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
             find_whole_param_groups(optimizer, asserted, None)
 
 
-def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() -> None:
-    hooked, replaced = Own(MODEL.parameters()), Own(MODEL.parameters())
+def test_a_hooked_step_is_refused_for_classes_that_are_not_torchs() -> None:
+    hooked = Own(MODEL.parameters())
     hooked.register_step_pre_hook(lambda *_: None)
-    replaced.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
-    for optimizer, why in ((hooked, "hooks on its step"), (replaced, "was replaced")):
-        with pytest.raises(ValueError, match=why):
-            find_whole_param_groups(optimizer, None, None)
+    with pytest.raises(ValueError, match="hooks on its step"):
+        find_whole_param_groups(hooked, None, None)
 
 
 class MakesStates(Own):
@@ -901,3 +901,85 @@ def test_another_default_dtype_changes_no_number(dtype: torch.dtype, case: str) 
         torch.set_default_dtype(torch.float32)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+# ------------------------------------------------------------------------------------------------- hooks on step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon])
+def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int) -> None:
+    """nGPT's rows of norm 1 after each step, and gradients of norm 1 before it."""
+
+    def train(rank: int, world: int) -> list[Any]:
+        with seeded(0):
+            model: Any = nn.Sequential(nn.Linear(6, 11, bias=False), nn.Linear(11, 3, bias=False))
+        optimizer, shapes = kind(model.parameters(), lr=0.1), []
+
+        @torch.no_grad()
+        def unit_grads(optimizer: Any, *_: Any) -> None:
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad /= p.grad.norm()
+
+        @torch.no_grad()
+        def unit_rows(optimizer: Any, *_: Any) -> None:
+            for p in optimizer.param_groups[0]["params"]:
+                shapes.append(tuple(p.shape))
+                p.div_(p.norm(dim=-1, keepdim=True))
+
+        optimizer.register_step_pre_hook(unit_grads)
+        last = optimizer.register_step_post_hook(unit_rows)
+        if world:
+            model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+        for step in range(4):
+            if step == 3:
+                last.remove()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            model(x if world != 2 else x.chunk(2)[rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if world:
+            model, optimizer = zeroshard.unwrap(model, optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == 1 and not optimizer._optimizer_step_post_hooks
+        return [shapes, *(p.detach() for p in model.parameters())]
+
+    for world in (1, 2):
+        for found in run_threads(world, train, world):
+            for ours, plain in zip(found, train(0, 0), strict=True):
+                torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Muon, Own])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_hooks_on_all_optimizers_run_once_a_step(scheduled: bool, kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    optimizer, seen = kind(model.parameters(), lr=0.1), []
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = zeroshard.shard(model, optimizer, stage=1)
+    handles = [
+        register(lambda optimizer, *_: seen.append(optimizer))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [optimizer] * 4
+
+
+def test_a_replaced_step_is_refused_unless_a_scheduler_did_it() -> None:
+    def lambda_of(step: Any) -> Any:
+        return lambda *args: step(*args)
+
+    for wrap in (lambda_of, partial, lambda step: functools.wraps(step)(partial(step))):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step = wrap(optimizer.step)  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"step\(\) of this AdamW was replaced .* register_step_post_hook"):
+            zeroshard.shard(model, optimizer)
+        assert type(model.weight) is nn.Parameter

@@ -168,8 +168,6 @@ def check_holds_no_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 def check_can_copy(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer does something that a trial cannot show or must not run."""
-    if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
-        raise ElementwiseUndecidedError("its step() was replaced by another one")
     hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
     if hooks:
         raise ElementwiseUndecidedError("there are hooks on its step, which a trial must not run")

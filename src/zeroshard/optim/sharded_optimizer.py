@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from zeroshard.config.config import Config
 from zeroshard.config.offload import TIERS
@@ -20,7 +21,7 @@ from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import RuleChecker, find_whole_param_groups
 from zeroshard.optim.local_steps import LocalSteps
 from zeroshard.optim.model_optimizers import ModelOptimizers
-from zeroshard.optim.optimizer_copy import read_state_dict
+from zeroshard.optim.optimizer_copy import is_scheduler_step, read_state_dict
 from zeroshard.optim.param_groups import ParamGroups, StateView, check_unchanged
 from zeroshard.optim.param_overrides import ParamOverrides
 from zeroshard.optim.routing import check_empty_groups, find_routing
@@ -140,13 +141,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states = OptimizerStates(engine, self._groups, self._cpu_updates)
         self.local_steps = self._member.local_steps = LocalSteps.of(engine, self._groups)
         self._needs_tp_grad_check = engine.comm.tensor_axis.size > 1  # in the first step
-        states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
+        states = {names[id(p)]: state for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0, device="cpu")], {})
+        move_step_hooks(inner, self)  # they see the model's parameters, instead of this rank's slices
         self.param_groups = self._groups.views  # type: ignore[assignment]
         self.state, self.defaults = StateView(inner.state), inner.defaults  # type: ignore[assignment]
         for group, is_whole in zip(inner.param_groups, needs_whole, strict=True):
             self._groups.add([names[id(parameter)] for parameter in group["params"]], is_whole)
-        self._load_states(states)
+        self._load_states(tree_map_only(DTensor, DTensor.full_tensor, states))
         step.rules = RuleChecker.of(inner, config.elementwise, _update_dtype(config), self._groups.views)
         self._mode_switch = _ModeSwitch(inner, engine, step)
         self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})
@@ -179,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def restore_inner(self) -> None:
         """Restore what ``shard()`` has replaced in the inner optimizer, except groups and states."""
         self._mode_switch.restore()
+        move_step_hooks(self, self.inner)
         self._groups.whole.overrides.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -307,8 +310,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group({**param_group, "params": named})
         self._groups.add(names, needs_whole)
 
-    # -- states -------------------------------------------------------------------------------------------------
-
     @_with_state_dict_hooks
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the full state dict, as the plain optimizer would. All ranks must call it together.
@@ -327,7 +328,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != expected:
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {expected}")
         names, shapes = [name for group in self.group_param_names for name in group], self._states.full_shapes()
-        dtypes = [[_dtype_of_update(self._engine.context.config, p) for p in g["params"]] for g in self.param_groups]
+        dtype = _update_dtype(self._engine.context.config)
+        dtypes = [[torch.promote_types(p.dtype, dtype or p.dtype) for p in g["params"]] for g in self.param_groups]
         in_groups = [[shapes[name] for name in group] for group in self.group_param_names]
         groups, states = read_state_dict(self.inner, state_dict, in_groups, dtypes)
         param_ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
@@ -380,14 +382,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._member.track_state_bytes(tier, sum([state.nbytes for state in self._groups.state_tensors(tier)]))
 
 
+def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Move the hooks on ``step()`` from one optimizer to another. Their handles stay valid."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks = vars(source)[name]
+        vars(source)[name] = vars(target)[name]
+        vars(target)[name] = hooks
+
+
 def _placeholder(parameter: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.nn.Parameter:
     """Return a parameter of zeros that takes no memory."""
     return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype, device=device).expand(shape))
-
-
-def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the states with every DTensor replaced by its full tensor."""
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], config: Config) -> list[bool]:
@@ -396,6 +401,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], con
     ``names`` are the names of the model's parameters, by id. Return for each group whether it needs whole parameters.
     """
     check_empty_groups(optimizer.param_groups)
+    if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
+        raise ValueError(
+            f"step() of this {type(optimizer).__name__} was replaced by another function, which would get one rank's "
+            "slices: put what it does into register_step_pre_hook() or register_step_post_hook()"
+        )
     overrides = ParamOverrides(optimizer)
     needs_whole = [
         is_whole or any(overrides.find(number, optimizer.param_groups[number]["params"]))
@@ -416,8 +426,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], con
 def _update_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype in which parameters are updated; None: each in its own."""
     return None if config.precision is None else torch.float32
-
-
-def _dtype_of_update(config: Config, parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a parameter of the model is updated."""
-    return parameter.dtype if config.precision is None else torch.promote_types(parameter.dtype, torch.float32)

@@ -74,6 +74,19 @@ ELEMENTWISE_OPTIMIZERS = (
 WHOLE_PARAM_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon, MuonWithAdamW)
 
 
+def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer without torch's hooks on all of them: they run around the step of the ShardedOptimizer."""
+    pre_hooks = dict(_global_optimizer_pre_hooks)
+    post_hooks = dict(_global_optimizer_post_hooks)
+    _global_optimizer_pre_hooks.clear()
+    _global_optimizer_post_hooks.clear()
+    try:
+        optimizer.step()
+    finally:
+        _global_optimizer_pre_hooks.update(pre_hooks)
+        _global_optimizer_post_hooks.update(post_hooks)
+
+
 class SliceUpdater(Protocol):
     """One way to update slices: see [Note: an optimizer step]."""
 
@@ -332,7 +345,9 @@ class TorchUpdater:
                 if self._is_single_call:
                     values = [(parameter, parameter.data) for group in groups for parameter in group["params"]]
                     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-                if type(self._inner) is torch.optim.Muon and not self._is_single_call:
+                if self._is_single_call:
+                    step_without_global_hooks(self._inner)
+                elif type(self._inner) is torch.optim.Muon:
                     step_in_batches(self._inner)
                 else:
                     self._inner.step()
