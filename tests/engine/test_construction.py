@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -511,3 +512,47 @@ def train_with_a_default_device(rank: int, offload: str | None, directory: str) 
 @pytest.mark.parametrize("offload", [None, "host"])
 def test_a_default_device_of_the_user_changes_nothing(offload, tmp_path) -> None:
     run_threads(2, train_with_a_default_device, offload, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------- memory of parameters held elsewhere
+
+HOLDERS: dict[str, Callable[[nn.Module], object]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "data": lambda model: [p.data for p in model.parameters()],
+    "view": lambda model: {"rows": next(model.parameters()).detach()[:1]},
+    "graph": lambda model: model(torch.ones(1, 6)).sum(),
+    "numpy": lambda model: next(model.parameters()).detach().numpy(),
+    "closure": lambda model: functools.partial(torch.clamp_, next(model.parameters()).data.view(-1)),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_of_parameters_that_is_also_used_elsewhere_is_told(holder: str, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    held = HOLDERS[holder](model)
+    with pytest.warns(UserWarning, match=r"memory of '[01]\.weight' is also used elsewhere"):
+        zeroshard.shard(model, stage=stage)
+    assert held is not None
+
+
+def test_other_models_are_sharded_without_a_word() -> None:
+    """After a step, tied, recurrent, parametrized, loaded and on the meta device."""
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    tied[2].weight = tied[0].weight
+    tied(torch.ones(2, 6)).square().sum().backward()
+    trained = torch.optim.Adam(tied.parameters())
+    trained.step()
+    loaded, parametrized = nn.Linear(6, 6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    loaded.load_state_dict({name: value.clone() for name, value in loaded.state_dict().items()}, assign=True)
+    one = torch.zeros(42)
+    together = nn.Linear(6, 6)
+    together.weight = nn.Parameter(one[:36].view(6, 6))
+    together.bias = nn.Parameter(one[36:])
+    models = [tied, nn.LSTM(6, 6, 2), loaded, parametrized, together, nn.TransformerEncoderLayer(6, 2)]
+    with warnings.catch_warnings(action="error"):
+        for model in models:
+            zeroshard.shard(model, trained if model is tied else None, stage=3)
+        with torch.device("meta"):
+            meta = nn.Linear(6, 6)
+        zeroshard.shard(meta, stage=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -44,7 +45,7 @@ def _check_modules(model: nn.Module) -> None:
         if "_zeroshard" in module.__dict__:
             raise ValueError(f"{what} is sharded already: call zeroshard.unwrap() on it first")
         kind = next((kind.__name__ for kind in _PARALLEL_WRAPPERS if isinstance(module, kind)), None)
-        kind = kind or ("replicate()" if "replicate" in _composable_apis(module) else None)
+        kind = kind or ("replicate()" if "replicate" in module.__dict__.get(REGISTRY_KEY, ()) else None)
         if kind is not None:
             inner = ": give shard() the module inside it" if hasattr(module, "module") else ""
             raise ValueError(
@@ -59,17 +60,23 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def _composable_apis(module: nn.Module) -> Any:
-    """Return the composable distributed APIs that were applied to a module."""
-    return module.__dict__.get(REGISTRY_KEY, ())
-
-
 def _check_parameters(model: nn.Module) -> None:
     """Raise on parameters whose gradients or memory are also used elsewhere."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(f"{name!r} has a post-accumulate-grad hook. {POST_HOOK_ERROR}")
     _check_aliases(model)
+    for name, parameter in model.named_parameters():
+        storage = parameter.untyped_storage()
+        has_own_memory = storage.nbytes() == parameter.nbytes  # not a part of what several parameters share
+        if has_own_memory and torch._C._storage_Use_Count(storage._cdata) > 2:  # the parameter and ``storage``
+            warnings.warn(
+                f"the memory of {name!r} is also used elsewhere: by a state_dict(), a parameter.data, a NumPy "
+                "array, a view or a graph made before shard(). It keeps its present values, and what is written to it "
+                "does not reach the model: clone it, drop it, or make it after shard()",
+                stacklevel=2,
+            )
+            return
 
 
 POST_HOOK_ERROR = (
