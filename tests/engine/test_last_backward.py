@@ -353,7 +353,7 @@ def clear_one(model: nn.Module, optimizer: Any, batches: Callable[[int], torch.T
 
 def set_by_hand(model: nn.Module, optimizer: Any, batches: Callable[[int], torch.Tensor]) -> None:
     weight = next(p for name, p in model.named_parameters() if name.endswith("blocks.2.up.weight"))
-    if "was_set" not in model.__dict__:  # later it cannot be replaced
+    if "was_set" not in model.__dict__:  # later it would be a full gradient
         weight.grad, model.was_set = torch.full_like(weight, 0.1), True
     model(batches(0)).backward()
 

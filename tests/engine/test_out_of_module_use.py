@@ -21,10 +21,11 @@ from against_plain import (
     tokens,
 )
 from plain import Block, Net
-from ranks import run_processes
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.nn import functional as F
 
+import zeroshard
 from zeroshard.engine.schedule import ForwardRecord, PassRecords, UnitExecutor, UnitHolds
 from zeroshard.engine.unit import Unit
 
@@ -154,6 +155,38 @@ def test_the_graph_that_a_backward_made_outlives_another_backward(kind: Any) -> 
     train(kind, penalty_across_another_step)
 
 
+def rows_of_a_hessian(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.functional.hessian(lambda x: model(x).sin().sum(), x)
+
+
+def rows_by_hand(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    rows = [torch.autograd.grad(value, x, create_graph=True)[0] for value in slope]
+    third = [torch.autograd.grad(row.sum(), x, retain_graph=True)[0] for row in rows]
+    return torch.stack([*rows, *third]).detach()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", [rows_of_a_hessian, rows_by_hand])
+def test_a_graph_that_a_backward_made_may_be_used_several_times(how: Any, stage: int) -> None:
+    def make() -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(2)]
+        return nn.Sequential(*layers).double()
+
+    wanted = how(built(make), torch.linspace(0, 1, 6, dtype=torch.float64))
+
+    def body(rank: int) -> None:
+        model, _ = zeroshard.shard(built(make), stage=stage)
+        x = torch.linspace(0, 1, 6, dtype=torch.float64)
+        for _ in range(2):
+            torch.testing.assert_close(how(model, x.clone()), wanted)
+            model(x).sum().backward()
+            assert stage < 3 or zeroshard.report(model).memory["gathered", "device"].now == 0
+
+    run_threads(2, body)
+
+
 class Codes(nn.Module):
     """Returns its weight's memory with what it computes."""
 
@@ -198,7 +231,7 @@ def test_pins_of_forwards_whose_hooks_are_gone_are_held_as_one_until_some_backwa
         holds.retain(ForwardRecord(), [unit])
     holds.adopt_orphans()
     assert holds.is_retained(unit)
-    holds.end_backward()
+    holds.end_backward(keeps_graph=False)
     assert not holds.is_retained(unit)
 
 

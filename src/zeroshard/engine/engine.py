@@ -25,7 +25,7 @@ from zeroshard.engine.grad_scale import current_inverse_scale
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.out_of_module_use import OutOfModuleUse
-from zeroshard.engine.parameter import PICKLE_ERROR, ParamInfo, param_info
+from zeroshard.engine.parameter import PICKLE_ERROR, param_info
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.sharded_gradient import ParamGrads
 from zeroshard.engine.state_guard import StateGuard
@@ -127,13 +127,13 @@ class Engine:
         if not schedule.running_calls or schedule.fail_call():
             return
         if isinstance(error, DiskError):  # parameters could not be read: the other ranks already wait in the all-gather
-            self.comm.consistency.announce_failure(str(error))
+            self.comm.consistency.announce("note", str(error))
         elif not isinstance(error, RanksDisagreeError) and self.state_guard.has_valid_states:
             # only with valid values to send
             self.executor.drain_collectives(self.schedule.holds.reshard_unless_retained)
             self.state_guard.gather_updated_units()
             if error is not None:
-                self.comm.consistency.announce_failure(f"its forward raised {describe_error(error)}")
+                self.comm.consistency.announce("note", f"its forward raised {describe_error(error)}")
         with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
             self._abort_forward()  # later failures repeat the first, which says more
 
@@ -221,6 +221,7 @@ class Engine:
         self.state_guard.detect_forward_edits()
         backward_id = torch._C._current_graph_task_id()
         self.schedule.backward.begin(backward_id)
+        self.schedule.backward.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         torch.autograd.Variable._execution_engine.queue_callback(
             BackwardEndCallback(self, backward_id, self._forward_thread_id)
         )
@@ -275,14 +276,6 @@ class Engine:
         if hooked is not None:
             tensors, use = hooked
             PreBackwardHook(self, use, self.schedule.records.current).register(tensors)
-
-    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """Return the value of ``parameter.grad`` between backward and the next forward."""
-        return self.param_grads.get(info)
-
-    def set_grad(self, info: ParamInfo, value: torch.Tensor | None) -> None:
-        """Set or clear the gradient of one parameter."""
-        self.param_grads.set(info, value)
 
     # -- between steps ------------------------------------------------------------------------------------------
 

@@ -171,8 +171,4 @@ def on_scaled_loss(inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _record_backward(task_id: int, inverse_scale: torch.Tensor | None) -> None:
     _running_backwards[task_id] = inverse_scale
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_remove_backward, task_id))
-
-
-def _remove_backward(task_id: int) -> None:
-    _running_backwards.pop(task_id, None)
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_running_backwards.pop, task_id, None))  # type: ignore[arg-type]

@@ -102,9 +102,8 @@ class Gradients:
         With several ranks, do so only if their usage is synced: a parameter without a gradient on this rank may have
         one on another.
         """
-        is_single_rank = self._context.comm.data_parallel_size == 1 and self._context.comm.tensor_axis.size == 1
-        can_be_empty = (is_single_rank or self._is_usage_synced) and not self.has_used_params
-        if can_be_empty and not self._units_with_autograd_grads():
+        is_synced = self._is_usage_synced or not self._context.comm.consistency.is_distributed
+        if is_synced and not self.has_used_params and not self._units_with_autograd_grads():
             self.clear(set_to_none=True)
 
     # -- between backward and step ------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class Gradients:
     def begin_backward(self, inverse_scale: torch.Tensor | None) -> None:
         """Prepare for a backward whose loss scale has the inverse ``inverse_scale`` (None: its loss is not scaled)."""
         if inverse_scale is not None or self.scaling.scale is not UNSCALED or self.scaling.deferred:
-            self.scaling.begin_backward(inverse_scale, self._has_accumulated)
+            self.scaling.begin_backward(inverse_scale, self._has_accumulated and self.has_used_params)
         self.norms.cache.clear()
         self._cleared.clear()
         self._is_usage_synced, self._has_accumulated, self._unhooked_inverse_scale = False, True, None
@@ -205,23 +204,25 @@ class Gradients:
         if self._is_usage_synced:
             return
         self.reduce_pending()
-        if (
-            self._context.comm.data_parallel_size * self._context.comm.tensor_axis.size > 1
-            and self._context.comm.consistency.is_distributed
-        ):
+        if self._context.comm.consistency.is_distributed:
             flags = [flag for gradient in self.flat_grads.values() for flag in gradient.is_param_used]
             merged = torch.tensor(flags, dtype=torch.uint8, device=self._context.comm.device)
             what = "agree on unused parameters"
             self._context.order.check(what)
             self._context.comm.all_reduce_over_mesh(merged, what, dist.ReduceOp.MAX)
-            self.set_used_params([bool(flag) for flag in merged.tolist()])
+            self.set_used_params([bool(flag) for flag in merged.tolist()], self.flat_grads.values())
         self._is_usage_synced = True
 
-    def set_used_params(self, flags: Sequence[bool], flat_grads: Iterable[FlatGrad] | None = None) -> None:
-        """Record which parameters have a gradient on any rank, in the order of all gradients, or of ``flat_grads``."""
+    def set_used_params(self, flags: Sequence[bool], flat_grads: Iterable[FlatGrad]) -> None:
+        """Record which parameters have a gradient on any rank; raise if one is frozen on this rank alone."""
         remaining = iter(flags)
-        for gradient in self.flat_grads.values() if flat_grads is None else flat_grads:
-            gradient.is_param_used = [next(remaining) for _ in gradient.is_param_used]
+        for gradient in flat_grads:
+            for index, was_used in enumerate(gradient.is_param_used):
+                is_used = gradient.is_param_used[index] = next(remaining)
+                if is_used and not was_used and not gradient.flat.parameters[index].requires_grad:
+                    text = f"{gradient.flat.names[index]!r} is frozen on this rank, and has a gradient on others"
+                    self._context.comm.consistency.announce("note", text)
+                    raise RuntimeError(f"{text}: set requires_grad to the same value on all ranks")
 
     def clear(self, set_to_none: bool) -> None:
         """Set all gradients to None, or to zero."""
@@ -289,10 +290,11 @@ def _check_no_manual_grads(units: Iterable[Unit]) -> None:
     """Raise if the user has set gradients of these units: they carry no loss scale, and the others do or will."""
     with torch._C.DisableTorchFunctionSubclass():
         for unit in units:
-            for name, parameter in (pair for flat in unit.flats for pair in flat.named_parameters):
-                if parameter._grad is not None and bool(parameter._grad.any()):  # zeros need no scale
-                    raise RuntimeError(
-                        f"the gradient of {name!r} was set by hand, and the others come from a loss that is "
-                        "multiplied by optimizer.scale(loss): they cannot be used together. Clear it "
-                        "(parameter.grad = None), and add the term to the loss"
-                    )
+            for flat in unit.flats:
+                for name, parameter in flat.named_parameters:
+                    if parameter._grad is not None and bool(parameter._grad.any()):  # zeros need no scale
+                        raise RuntimeError(
+                            f"the gradient of {name!r} was set by hand, and the others come from a loss that is "
+                            "multiplied by optimizer.scale(loss): they cannot be used together. Clear it "
+                            "(parameter.grad = None), and add the term to the loss"
+                        )

@@ -55,17 +55,13 @@ class ParamUnit(Protocol):
 class ParamOwner(Protocol):
     """The engine of a parameter's model, as the parameter uses it."""
 
+    param_grads: Any  # a ParamGrads: ``parameter.grad`` between backward and the next forward
+
     def acquire_for_op(self, unit: Any) -> bool:
         """Unshard a unit for an operation; return whether that is possible now."""
 
     def release_after_op(self, unit: Any, result: object) -> None:
         """Release a unit after an operation, whose result may be a view."""
-
-    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """Return the value of ``parameter.grad`` between backward and the next forward."""
-
-    def set_grad(self, info: ParamInfo, value: torch.Tensor | None) -> None:
-        """Set or clear the gradient of one parameter."""
 
 
 def _no_owner() -> None:
@@ -163,14 +159,14 @@ class _ReducedGradMixin:
         info = param_info(self)
         _check_not_new_optimizer(self, sys._getframe(1))
         owner = info.owner() if info is not None else None
-        return owner.reduced_grad(info) if owner is not None and info is not None else None
+        return owner.param_grads.get(info) if owner is not None else None
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
         info = param_info(self)
         owner = info.owner() if info is not None else None
-        if owner is not None and info is not None:
-            owner.set_grad(info, value)
+        if owner is not None:
+            owner.param_grads.set(info, value)
 
 
 # Functions that need no values: the tensor's metadata is enough.

@@ -235,10 +235,11 @@ class UnitHolds(Generic[UnitT]):
         for reference in [reference for reference in self._retained if reference() is None]:
             self._orphans.update(self._retained.pop(reference))
 
-    def end_backward(self) -> None:
+    def end_backward(self, keeps_graph: bool) -> None:
         """Release the units of the visited forwards, except those that the graph created by this backward uses.
 
-        The backward of that graph visits these forwards again.
+        The backward of that graph visits these forwards again. With ``keeps_graph``, so may another one over this
+        backward's graph, which an earlier backward may have created: release nothing.
         """
         new_graph_units = [unit for unit, reasons in self.reasons.items() if Hold.NEW_GRAPH in reasons]
         self._orphans.clear()
@@ -246,7 +247,8 @@ class UnitHolds(Generic[UnitT]):
             reference: units for reference, units in self._returned_views.items() if reference() is not None
         }
         for record in self._records.visited:
-            self.release(record)
+            if not keeps_graph:
+                self.release(record)
             if new_graph_units:
                 self.retain(record, new_graph_units)
         self._drop_all(Hold.NEW_GRAPH)
@@ -410,6 +412,7 @@ class BackwardSchedule(Generic[UnitT]):
         self.is_running = False
         self.backward_id = -1  # autograd's id of the last backward that started
         self.is_creating_graph = False  # this backward runs with create_graph=True
+        self.keeps_graph = False  # or with retain_graph=True
         self._executor, self._holds, self._records = executor, holds, records
         self._visited_units: dict[UnitT, int] = {}  # not done yet: unit → start tick of the visited call
         self._pending_calls: list[ModuleCall[UnitT]] = []  # not visited yet; the next one is last
@@ -493,7 +496,7 @@ class BackwardSchedule(Generic[UnitT]):
         self._visited_units.clear()
         self._pending_calls.clear()
         self._records.waiting -= set(self._records.visited)
-        self._holds.end_backward()
+        self._holds.end_backward(self.keeps_graph)
         self._records.visited.clear()
 
     def first_use_tick(self, unit: UnitT) -> int | None:

@@ -7,10 +7,11 @@ reduce dtype, perhaps in host memory, perhaps multiplied by the loss scale. It s
 
 - A norm: each rank's shard, and one all-reduce for the norms of all parameters together (``parameter_norms``).
 - An elementwise in-place change: each rank changes its shard, with the matching elements of the other operands.
-- Anything that only reads: the full gradient is assembled first, as by ``full_gradient``.
+- Anything that only reads: the full gradient is assembled first, as by ``full_gradient``. A view of it is a
+  ``GradientPart``: it can only be read, because it views a copy.
 
-Anything else raises. All ranks must call an operation that communicates, as they call ``backward()``. It goes through
-the recorded order of collectives, so that the error names a rank that does not call it.
+Anything else raises before it changes anything. All ranks must call an operation that communicates, as they call
+``backward()``. It goes through the recorded order of collectives, so that the error names a rank that does not call it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, partialmethod
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,11 +54,11 @@ class ParamGrads:
     def get(self, info: ParamInfo) -> torch.Tensor | None:
         """Return the value of ``parameter.grad``."""
         flat, gradients = info.flat(), self.gradients
-        gradient = gradients.flat_grads.get(flat) if flat is not None else None
         if flat is None:
             return None
-        if gradient is None or not gradients.has_grads:
-            return get_autograd_grad(flat.parameters[info.index])  # set by the user
+        gradient, local = gradients.flat_grads.get(flat), get_autograd_grad(flat.parameters[info.index])
+        if gradient is None or (local is None and not gradients.has_grads):
+            return local
         self.state_guard.check_states_reloaded()
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -63,6 +66,8 @@ class ParamGrads:
                 "parameter.grad when backward() has returned"
             )
         self.order.begin_pass("read the gradients")
+        if local is not None:  # of a backward that no hook has seen, or set by the user
+            gradients.reduce_pending()
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
@@ -77,33 +82,36 @@ class ParamGrads:
         return flat.view(gradient.shard, info.index)
 
     def set(self, info: ParamInfo, value: torch.Tensor | None) -> None:
-        """Clear the gradient of one parameter, or set it where no reduced gradients exist."""
+        """Clear the gradient of one parameter, or replace it by the full gradient that all ranks pass."""
         flat = info.flat()
-        if value is None:
+        if flat is None or value is None:
             self.clear(info)
-        elif flat is None or flat.is_partitioned or self.gradients.has_grads:
-            raise RuntimeError(
-                f"the gradient of {info.name!r} is kept by zeroshard and cannot be replaced; None clears it"
-            )
-        else:
-            flat.parameters[info.index]._grad = value
+            return
+        gradient = self.get(info)
+        if gradient is not None:
+            write_full_grad(info.name, gradient, value)
+        else:  # reduced like autograd's, when it is needed
+            with torch._C.DisableTorchFunctionSubclass():
+                flat.parameters[info.index]._grad = value
 
     def clear(self, info: ParamInfo) -> None:
         """Clear the gradient of one parameter."""
         flat, gradients = info.flat(), self.gradients
-        gradient = gradients.flat_grads.get(flat) if flat is not None else None
-        if flat is not None and gradient is None:  # frozen
+        if flat is None:
+            return
+        gradient = gradients.flat_grads.get(flat)
+        if gradient is None:  # frozen
             pop_autograd_grads([flat.parameters[info.index]])
-        if flat is not None and gradient is not None:
-            if gradients.memory.has_grads:
-                self.state_guard.check_states_reloaded()
-            self.state_guard.invalidate_speculation()
-            gradients.prepare_write(gradient)
-            if gradient.has_shard or gradient.inner_sum is not None:  # even if unused on this rank: not on another
-                gradients.reduce_queue.record_clear(info.name)
-            gradient.clear_param(info.index)
-            if not any(gradient.is_param_used):
-                gradients.clear_if_empty()
+            return
+        if gradients.memory.has_grads:
+            self.state_guard.check_states_reloaded()
+        self.state_guard.invalidate_speculation()
+        gradients.prepare_write(gradient)
+        if gradient.has_shard or gradient.inner_sum is not None:  # even if unused on this rank: not on another
+            gradients.reduce_queue.record_clear(info.name)
+        gradient.clear_param(info.index)
+        if not any(gradient.is_param_used):
+            gradients.clear_if_empty()
 
     @property
     def is_scaled(self) -> bool:
@@ -189,7 +197,7 @@ class ParamGradHandle:
         flat_operands = [self.flatten_operand(value) for value in operands]
         inverse_scale = self.gradients.scaling.scale.inv_scale
         all_scalars = all(not isinstance(operand, torch.Tensor) or operand.dim() == 0 for operand in flat_operands)
-        works_on_scaled = inverse_scale is None or (name in LINEAR_OPS and all_scalars)
+        works_on_scaled = name in LINEAR_OPS and all_scalars
         for elements, shard in self.writable_shards():
             shard_operands = [_slice_operand(operand, elements, shard.device) for operand in flat_operands]
             if works_on_scaled or inverse_scale is None:
@@ -231,20 +239,18 @@ class ShardedGradient(torch.Tensor):
         """Run norms and elementwise changes on shards; assemble the full gradient for operations that only read."""
         options, name = kwargs or {}, func._schema.name.partition("::")[2]
         first: Any = args[0] if args else None
-        if isinstance(first, ShardedGradient):
-            if name in ("detach", "alias"):
+        if type(first) is ShardedGradient:
+            if name in ("detach", "detach_", "alias"):
                 return ShardedGradient(first.handle)
-            if name == "detach_":
-                return first
             if name == "linalg_vector_norm" and all(not dim for dim in (*args[2:4], options.get("dim"))):
-                return _cast_norm(first.handle.norm(float(args[1] if len(args) > 1 else 2.0)), options)
+                norm = first.handle.norm(float(args[1] if len(args) > 1 else 2.0))
+                return norm.to(options.get("dtype"))
             if name in ELEMENTWISE_OPS:
                 first.handle.apply_elementwise(name, func, *_gather_sharded_grads((args[1:], options)))
                 return first
-        is_list = isinstance(first, (list, tuple)) and any(isinstance(grad, ShardedGradient) for grad in first)
+        is_list = isinstance(first, (list, tuple)) and any(type(grad) is ShardedGradient for grad in first)
         if is_list and name == "_foreach_norm":
-            norm_type = float(args[1] if len(args) > 1 else 2.0)
-            return [_norm(grad, norm_type, options) for grad in first]
+            return [torch.linalg.vector_norm(grad, *args[1:2], **options) for grad in first]
         if is_list and name == "_amp_foreach_non_finite_check_and_unscale_":
             _unscale(*args)
             return None
@@ -254,15 +260,25 @@ class ShardedGradient(torch.Tensor):
                 operands = [value[index] if isinstance(value, (list, tuple)) else value for value in args[1:]]
                 operation(grad, *operands, **options)
             return None
-        if (is_list or isinstance(first, ShardedGradient)) and func._schema.is_mutable:
-            grad = first if isinstance(first, ShardedGradient) else next(g for g in first if isinstance(g, cls))
-            raise RuntimeError(
-                f"the gradient of {grad.handle.name!r} is partitioned over the ranks, and {name!r} does not work on "
-                "shards. Read it with zeroshard.full_gradient(model, name), change it element by element (mul_, "
-                "add_, clamp_, copy_, …), clip with optimizer.clip_grad_norm_(…), clear with optimizer.zero_grad()"
-            )
+        written = list(options.values())  # such as ``out``
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if func.namespace == "c10d" or getattr(argument.alias_info, "is_write", False):
+                written.append(value)
+        for value in pytree.tree_leaves(written):
+            if isinstance(value, ShardedGradient):
+                _refuse(value, name)
         args, options = _gather_sharded_grads((args, options))
-        return func(*args, **options)
+        result = func(*args, **options)
+        return pytree.tree_map(partial(GradientPart, first.handle.name), result) if func.is_view else result
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Return the same gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        write_full_grad(self.handle.name, self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the gradient, without communication."""
@@ -270,8 +286,10 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient of {self.handle.name!r} ({where}; zeroshard.full_gradient(model, name) reads it)"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the full gradient; all ranks call it together."""
-        return self.handle.full().numpy(force=force)
+        """Return the full gradient, read-only; all ranks call it together."""
+        array = self.handle.full().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """Return the full gradient; all ranks call it together."""
@@ -286,27 +304,50 @@ class ShardedGradient(torch.Tensor):
         return self.handle.full().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+class GradientPart(ShardedGradient):
+    """A view of the assembled gradient of a parameter. A write to it would be lost, so it raises."""
+
+    @staticmethod
+    def __new__(cls, name: str, values: torch.Tensor) -> GradientPart:
+        """Return ``values``, which know the parameter's ``name``."""
+        part = torch.Tensor._make_subclass(cls, values)
+        part.handle = SimpleNamespace(name=name, full=lambda: values)  # type: ignore[assignment]
+        return part
+
+
+def _refuse(gradient: ShardedGradient, name: str, *args: Any, **options: Any) -> NoReturn:
+    """Raise: ``name`` would write to a copy, or use memory that is not there."""
+    raise RuntimeError(
+        f"the gradient of {gradient.handle.name!r} is partitioned over the ranks and averaged already, and {name!r} "
+        "does not work on shards or on a part of it. Read it with zeroshard.full_gradient(model, name), change it "
+        "element by element (mul_, add_, clamp_, copy_, …), replace it (parameter.grad = tensor), clip with "
+        "optimizer.clip_grad_norm_(…), clear with optimizer.zero_grad()"
+    )
+
+
+for _name in ("apply_", "map_", "map2_", "share_memory_", "data_ptr", "untyped_storage", "__dlpack__"):
+    setattr(ShardedGradient, _name, partialmethod(_refuse, _name))  # torch's own do not ask the class
+
+
+def write_full_grad(name: str, gradient: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a full gradient, which all ranks pass, to the value of ``parameter.grad``."""
+    shape = getattr(value, "shape", value)
+    if shape != gradient.shape:
+        raise ValueError(f"the gradient of {name!r} is a tensor of shape {tuple(gradient.shape)}, got {shape}")
+    if not isinstance(value, ShardedGradient) or value.handle != getattr(gradient, "handle", None):
+        with torch.no_grad():
+            gradient.copy_(value)
+
+
 def _gather_sharded_grads(values: Any) -> Any:
     """Replace each ShardedGradient in nested ``values`` by the full gradient."""
     return pytree.tree_map_only(ShardedGradient, lambda gradient: gradient.handle.full(), values)
 
 
-def _norm(gradient: torch.Tensor, norm_type: float, options: dict[str, Any]) -> torch.Tensor:
-    if isinstance(gradient, ShardedGradient):
-        return _cast_norm(gradient.handle.norm(norm_type), options)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, **options)
-    return norm
-
-
-def _cast_norm(norm: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    dtype = options.get("dtype")
-    return norm if dtype is None else norm.to(dtype)
-
-
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply by the inverse of ``torch.amp.GradScaler``'s scale, and set ``found_inf`` for inf/NaN on any rank."""
-    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
-    plain = [gradient for gradient in gradients if not isinstance(gradient, ShardedGradient)]
+    sharded = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
+    plain = [gradient for gradient in gradients if type(gradient) is not ShardedGradient]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inverse_scale)
     by_model: dict[Gradients, list[ParamGradHandle]] = {}

@@ -85,8 +85,9 @@ class StateGuard:
         """Raise if a forward would compute with other values than the user expects; take over the user's edits."""
         self.check_valid(*self.invalid_states)
         self.check_states_reloaded()
-        _check_frozen(self.frozen_flats)
-        self.sync_user_edits()
+        if torch.is_grad_enabled():  # an evaluation may use other values for a while, which masters would round
+            _check_frozen(self.frozen_flats)  # PEFT's set_adapter() sets requires_grad also for an inference
+            self.sync_user_edits()
 
     def detect_forward_edits(self) -> None:
         """Check whether a forward has changed replicated parameters through ``parameter.data``."""
@@ -243,8 +244,6 @@ class StateGuard:
         queue = self._gradients.reduce_queue
         return queue.order[::-1] if queue.is_agreed and self.replicated_units else self.replicated_units
 
-    # -- new values ---------------------------------------------------------------------------------------------
-
     def copy_masters(self, flats: Iterable[FlatParam], device_only: bool = False) -> None:
         """Copy the masters (``device_only``: those on the device) into this rank's shard of the compute parameters."""
         pairs = [flat.master_copy_lists(device_only) for flat in flats]
@@ -319,8 +318,6 @@ class StateGuard:
 
 def _check_frozen(flats: list[FlatParam]) -> None:
     """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
-    if not torch.is_grad_enabled():  # PEFT's set_adapter() sets requires_grad also for an inference
-        return
     with torch._C.DisableTorchFunctionSubclass():
         unfrozen = [name for flat in flats for name, p in flat.named_parameters if p.requires_grad]
     if unfrozen:
