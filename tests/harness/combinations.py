@@ -32,7 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # features that are options of shard()
     "states on the host": {"offload": {"optimizer": "host"}},
     "states on disk": {"offload": {"optimizer": "disk", "directory": "/tmp"}},
     "gradients on the host": {"offload": {"optimizer": "host", "gradients": "host"}},
+    "gradients on disk": {"offload": {"optimizer": "disk", "gradients": "disk", "directory": "/tmp"}},
     "parameters on the host": {"offload": {"parameters": "host"}},
+    "parameters on disk": {"offload": {"parameters": "disk", "directory": "/tmp"}},
 }
 OTHERS = (
     "tensor axis",

@@ -156,9 +156,8 @@ def _commit(directory: Path, index_fields: dict[str, Any], all_parts: list[dict[
             local = TensorEntry.from_json(fqn, described)
             entry = tensors.setdefault(fqn, replace(local, shards=[]))
             entry.shards += [replace(shard, file_number=len(files) + shard.file_number) for shard in local.shards]
-        files += [
-            FileRecord(record["name"], record["nbytes"], tuple(record["block_crc32"])) for record in part["files"]
-        ]
+        for file_name, nbytes, block_crc32 in part["files"]:
+            files.append(FileRecord(file_name, nbytes, tuple(block_crc32)))
         for name, value in part["scalars"].items():
             if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
                 raise CheckpointError(

@@ -67,6 +67,8 @@ def _check_parameters(model: nn.Module) -> None:
             raise ValueError(f"{name!r} has a post-accumulate-grad hook. {POST_HOOK_ERROR}")
     _check_aliases(model)
     for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            continue  # a subclass may have no memory of its own
         storage = parameter.untyped_storage()
         has_own_memory = storage.nbytes() == parameter.nbytes  # not a part of what several parameters share
         if has_own_memory and torch._C._storage_Use_Count(storage._cdata) > 2:  # the parameter and ``storage``
