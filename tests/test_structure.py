@@ -69,8 +69,8 @@ METHODS = {
 }
 # A folder imports only from those before it.
 FOLDERS = (
-    "utils config models presets comm sharding memory tensor_parallel float8 engine optim activations checkpoint api "
-    "planner auto integrations train cli rehearse __main__"
+    "utils config models comm sharding memory tensor_parallel float8 engine optim activations checkpoint api "
+    "integrations planner shard train rehearse cli __main__"
 ).split()
 # Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
 # the command line reads its options before it imports torch.)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.models import GPT, GPTConfig
-from zeroshard.presets import PRESETS, GPTPreset
+from zeroshard.models import GPT, PRESETS, GPTConfig, GPTPreset
 
 STD = 0.02  # of values that are drawn
 SHARDED = ("floor", "FSDP2", "DeepSpeed 3", "zeroshard 3")

@@ -26,7 +26,7 @@ from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import WORKLOADS, Workload
 from benchmarks.paper.printed import FIGURE_6, FIGURE_7, PaperModelFit
-from zeroshard.presets import CONFIGURATIONS
+from zeroshard.models import CONFIGURATIONS
 
 MESH = (25, 16)  # data × tensor: the paper's 400 GPUs
 LIMIT, TINY_LIMIT = 32e9, 6e5  # bytes of one

@@ -48,14 +48,13 @@ from benchmarks.paper.printed import (
     PaperModelFit,
     PaperRun,
 )
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.models import CONFIGURATIONS, GPT, GPTConfig
 from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
 from zeroshard.planner.scaling import find_deepest_member, gpt_family
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.trace_model import CheckpointMode
-from zeroshard.presets import CONFIGURATIONS
 from zeroshard.sharding import Placement
 
 PAPER_CURVE: Final = EfficiencyCurve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together

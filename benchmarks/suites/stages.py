@@ -23,8 +23,8 @@ from benchmarks.harness.training import Memory, StateBytes, measure_steps, one_r
 from benchmarks.harness.trials import Trials, make_parser
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
+from zeroshard.models import PRESETS
 from zeroshard.planner import predict_memory
-from zeroshard.presets import PRESETS
 
 STAGES = (0, 1, 2, 3)
 POWERS = (20, 22, 24, 25, 26, 27, 28)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         unshard,
         unwrap,
     )
-    from zeroshard.auto import shard
     from zeroshard.checkpoint import CheckpointError, Loaded, Save, load, save
     from zeroshard.comm import RanksDisagreeError
     from zeroshard.config.config import Config
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from zeroshard.memory import Profile, Report
     from zeroshard.optim import ShardedOptimizer
     from zeroshard.planner import plan
+    from zeroshard.shard import shard
 
 __all__ = [
     "EMA",
@@ -73,7 +73,6 @@ __getattr__, __dir__ = lazy_names(
         "activations": "checkpoint_activations",
         "api": "average_replicas full_gradient full_parameter full_state gathered is_sharded no_sync offload_states "
         "profile register_forward_method reload_states report state_dict unshard unwrap",
-        "auto": "shard",
         "checkpoint": "CheckpointError Loaded Save load save",
         "comm": "RanksDisagreeError",
         "config.config": "Config",
@@ -82,5 +81,6 @@ __getattr__, __dir__ = lazy_names(
         "memory": "Profile Report",
         "optim": "ShardedOptimizer",
         "planner": "plan",
+        "shard": "shard",
     },
 )

@@ -14,8 +14,8 @@ from benchmarks.harness.record import Record
 from benchmarks.paper import predicted as paper
 from benchmarks.paper.predicted import PaperCell, PaperResult, mean_error
 from benchmarks.paper.printed import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
+from zeroshard.models import PRESETS
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

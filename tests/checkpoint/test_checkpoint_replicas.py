@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.checkpoint import CheckpointError, export
-from zeroshard.cli import inspect
+from zeroshard.checkpoint.commands import inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*between two averages", "ignore:.*with local_steps has the states")
 DILOCO = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

@@ -10,7 +10,7 @@ import pytest
 
 import zeroshard
 from zeroshard.cli.main import main
-from zeroshard.presets import CONFIGURATIONS, PRESETS
+from zeroshard.models import CONFIGURATIONS, PRESETS
 from zeroshard.sharding.placement import Placement
 
 # Table 3 of the paper: gradients partitioned, activation checkpoints partitioned, in host memory
@@ -48,5 +48,5 @@ def test_the_command_lists_models_and_configurations(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_presets_are_known_without_torch() -> None:
-    check = "import sys, zeroshard.presets; sys.exit('torch' in sys.modules)"
+    check = "import sys, zeroshard.models.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -22,10 +22,10 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.cli.plan_text import format_table
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import MACHINE_PRESETS, Machine, find_whole_params, plan, predict_memory, predict_traffic
+from zeroshard.planner.commands.plan_text import format_table
 from zeroshard.planner.plans import Plan, Plans, evaluate_strategy
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop

@@ -13,10 +13,10 @@ from ranks import run_threads
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.cli.plan import main as plan_main
-from zeroshard.cli.simulate import main as simulate_main
 from zeroshard.config.config import Config
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.commands.plan import main as plan_main
+from zeroshard.planner.commands.simulate import main as simulate_main
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.plans import Plans, plan
 from zeroshard.planner.scaling import TracedModel, gpt_family, simulate

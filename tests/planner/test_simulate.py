@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.cli.simulate import main
-from zeroshard.cli.simulate_output import largest_table, simulation_table
 from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import predict_traffic
+from zeroshard.planner.commands.simulate import main
+from zeroshard.planner.commands.simulate_output import largest_table, simulation_table
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.plans import evaluate_strategy, plan

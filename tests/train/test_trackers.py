@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.cli.train import main
+from zeroshard.train.commands.train import main
 from zeroshard.train.flags import read_options
 from zeroshard.train.metrics import MetricsFile, StepMetrics
 from zeroshard.train.options import TrainingError

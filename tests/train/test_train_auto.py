@@ -15,12 +15,12 @@ from live import allocated_bytes
 from ranks import run_processes, run_threads
 
 from zeroshard.activations.checkpoint import CheckpointedForward
-from zeroshard.cli.train import main
 from zeroshard.planner import Strategy, traced_model
 from zeroshard.planner.auto import NothingFitsError, PlanDecision
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import plan
 from zeroshard.train.auto_options import resolve_auto
+from zeroshard.train.commands.train import main
 from zeroshard.train.flags import read_options
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainingError, TrainOptions

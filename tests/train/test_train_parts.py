@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ranks import run_processes, run_threads
 from torch import nn
 
-from zeroshard.presets import PRESETS
+from zeroshard.models import PRESETS
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.flags import read_options
 from zeroshard.train.generation import generate_tokens

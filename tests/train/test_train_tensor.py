@@ -23,12 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zeroshard
-from zeroshard.cli.train import main
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.models import CONFIGURATIONS, GPT, GPTConfig
 from zeroshard.models.gpt import Block
 from zeroshard.planner.state_sizes import predict_memory
-from zeroshard.presets import CONFIGURATIONS
 from zeroshard.tensor_parallel.plans import tensor_plan_for
+from zeroshard.train.commands.train import main
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
 from zeroshard.train.flags import read_options

@@ -10,8 +10,8 @@ import torch
 from ranks import run_threads
 
 import zeroshard
-from zeroshard.cli.train import main
 from zeroshard.planner import predict_traffic
+from zeroshard.train.commands.train import main
 from zeroshard.train.flags import read_options
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo

@@ -8,20 +8,23 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from zeroshard.cli.common import print_error
+from zeroshard.utils.command_line import print_error
 from zeroshard.utils.install_hint import install_hint
 
 COMMANDS = {
-    "plan": ("zeroshard.cli.plan", "predict memory and time of training, and find the best settings"),
-    "simulate": ("zeroshard.cli.simulate", "predict how training scales to thousands of devices"),
-    "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, a small one in a minute"),
+    "plan": ("zeroshard.planner.commands.plan", "predict memory and time of training, and find the best settings"),
+    "simulate": ("zeroshard.planner.commands.simulate", "predict how training scales to thousands of devices"),
+    "train": (
+        "zeroshard.train.commands.train",
+        "train a language model with ZeRO; by default, a small one in a minute",
+    ),
     "rehearse": ("zeroshard.rehearse.command", "run your training script with several real ranks here, and check them"),
-    "generate": ("zeroshard.cli.generate", "generate text from a trained model"),
-    "report": ("zeroshard.cli.report", "write the HTML report of a run again"),
-    "export": ("zeroshard.cli.export", "export a checkpoint's weights in Hugging Face format"),
-    "inspect": ("zeroshard.cli.inspect", "show the contents of a checkpoint, and verify it"),
+    "generate": ("zeroshard.train.commands.generate", "generate text from a trained model"),
+    "report": ("zeroshard.train.commands.report", "write the HTML report of a run again"),
+    "export": ("zeroshard.checkpoint.commands.export", "export a checkpoint's weights in Hugging Face format"),
+    "inspect": ("zeroshard.checkpoint.commands.inspect", "show the contents of a checkpoint, and verify it"),
     "migrate": ("zeroshard.integrations.deepspeed.migrate", "say what each key of a DeepSpeed configuration becomes"),
-    "presets": ("zeroshard.cli.presets", "list the named models and configurations"),
+    "presets": ("zeroshard.train.commands.presets", "list the named models and configurations"),
 }
 
 

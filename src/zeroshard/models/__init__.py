@@ -1,5 +1,15 @@
-"""Reference models in plain PyTorch, independent of zeroshard."""
+"""The reference GPT in plain PyTorch, independent of zeroshard, and shapes by name (presets)."""
 
-from zeroshard.models.gpt import GPT, Block, GPTConfig
+from typing import TYPE_CHECKING
 
-__all__ = ["GPT", "Block", "GPTConfig"]
+from zeroshard.utils.lazy_import import lazy_names
+
+if TYPE_CHECKING:
+    from zeroshard.models.gpt import GPT, Block, GPTConfig, find_output_layers
+    from zeroshard.models.presets import CONFIGURATIONS, PRESETS, GPTPreset
+
+__all__ = ["CONFIGURATIONS", "GPT", "PRESETS", "Block", "GPTConfig", "GPTPreset", "find_output_layers"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"gpt": "GPT Block GPTConfig find_output_layers", "presets": "CONFIGURATIONS PRESETS GPTPreset"}
+)

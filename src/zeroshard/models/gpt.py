@@ -167,3 +167,14 @@ class GPT(nn.Module):
             logits = self(tokens[:, -self.config.context :])
             tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         return tokens
+
+
+def find_output_layers(module: nn.Module) -> tuple[str, ...]:
+    """Return the name of the layer that computes the logits: it stays in bf16 with --precision fp8.
+
+    >>> find_output_layers(GPT(GPTConfig(vocab_size=16, context=4, layers=1, heads=1, width=8)))
+    ('head',)
+    """
+    get_output = getattr(module, "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else getattr(module, "head", None)
+    return tuple(name for name, each in module.named_modules() if output is not None and each is output)

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import make_echo, positive_int, print_error
 from zeroshard.rehearse.checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
+from zeroshard.utils.command_line import make_echo, positive_int, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:

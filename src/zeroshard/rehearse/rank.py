@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+import zeroshard
 from zeroshard.comm import RanksDisagreeError
 from zeroshard.engine import Engine, FlatParam, Unit
 from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
@@ -199,7 +199,7 @@ class RankRecorder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Install the hooks: see [Note: what a rehearsal replaces]."""
-        auto: Any = import_module("zeroshard.auto")  # where shard() finds ``shard_model``
+        auto: Any = sys.modules[zeroshard.shard.__module__]  # where shard() finds ``shard_model``
         shard_model, init_process_group = auto.shard_model, dist.init_process_group
         modules: tuple[Any, ...] = (dist, distributed_c10d, device_mesh)
         auto.shard_model = partial(self._shard_model, shard_model)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
     from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
-    from zeroshard.train.models.language_model import find_output_layers
     from zeroshard.train.options import TrainingError, describe_bug
     from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
     from zeroshard.train.report import write_html_report
@@ -19,7 +18,6 @@ __all__ = [
     "TrainingError",
     "describe_bug",
     "describe_first_failure",
-    "find_output_layers",
     "generate_text",
     "local_ranks",
     "read_errors",
@@ -37,7 +35,6 @@ __getattr__, __dir__ = lazy_names(
         "flags": "read_options",
         "generation": "generate_text",
         "options": "TrainingError describe_bug",
-        "models.language_model": "find_output_layers",
         "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",
         "rank": "ERROR_DIR_ENV read_errors report_failure",

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 import zeroshard
-from zeroshard.models import GPT
+from zeroshard.models import GPT, find_output_layers
 from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableError
 from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
 from zeroshard.train.models.huggingface import output_loss
-from zeroshard.train.models.language_model import LanguageModel, find_output_layers, sequence_length
+from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import Batching, ShardOptions, TrainOptions
 from zeroshard.train.rank import RankInfo
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.config.offload import parse_bytes
-from zeroshard.presets import CONFIGURATIONS, PRESETS
+from zeroshard.models import CONFIGURATIONS, PRESETS
 from zeroshard.train.trackers import TrackerName
 
 if TYPE_CHECKING:

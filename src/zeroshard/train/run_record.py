@@ -16,8 +16,9 @@ import torch
 
 import zeroshard
 from zeroshard.memory import Profile, Report
+from zeroshard.models import find_output_layers
 from zeroshard.planner import PredictedTraffic, predict_memory, predict_traffic
-from zeroshard.train.models.language_model import LanguageModel, find_output_layers, sequence_length
+from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
 

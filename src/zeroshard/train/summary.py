@@ -12,11 +12,11 @@ from typing import Any, TextIO
 import torch
 
 import zeroshard
+from zeroshard.models import find_output_layers
 from zeroshard.planner import PredictedMemory, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import (
     LanguageModel,
-    find_output_layers,
     open_language_model,
     sequence_length,
 )

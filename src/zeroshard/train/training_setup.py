@@ -17,8 +17,8 @@ from torch import nn
 import zeroshard
 from zeroshard.comm import all_gather_object
 from zeroshard.memory import DiskError
+from zeroshard.models import PRESETS, find_output_layers
 from zeroshard.optim import MuonWithAdamW
-from zeroshard.presets import PRESETS
 from zeroshard.sharding import find_block_matrices
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.train.auto_options import resolve_auto
@@ -27,7 +27,6 @@ from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, tokenizer_vocab_size
 from zeroshard.train.models.language_model import (
     LanguageModel,
-    find_output_layers,
     open_language_model,
     sequence_length,
 )

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroshard.cli.common import make_echo, print_error
 from zeroshard.integrations.deepspeed.reader import (
     NO_COUNTERPART,
     NOT_NEEDED,
@@ -21,6 +20,7 @@ from zeroshard.integrations.deepspeed.reader import (
     merge_options,
     read_deepspeed,
 )
+from zeroshard.utils.command_line import make_echo, print_error
 
 TITLES = {
     OPTION: "becomes an option of zeroshard",

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.models import GPT, Block, GPTConfig
-from zeroshard.presets import PRESETS
+from zeroshard.models import GPT, PRESETS, Block, GPTConfig
 from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.utils.atomic_file import read_json, write_json
 from zeroshard.utils.safetensors_files import SafetensorsWeights, TensorInfo, write_safetensors_directory
@@ -114,15 +113,3 @@ def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int
     if context is not None and sequence > context:
         raise ValueError(f"--sequence {sequence} exceeds the model's context of {context} tokens: pass a smaller value")
     return sequence
-
-
-def find_output_layers(module: nn.Module) -> tuple[str, ...]:
-    """Return the name of the layer that computes the logits: it stays in bf16 with --precision fp8.
-
-    >>> from zeroshard.models import GPT, Block, GPTConfig
-    >>> find_output_layers(GPT(GPTConfig(vocab_size=16, context=4, layers=1, heads=1, width=8)))
-    ('head',)
-    """
-    get_output = getattr(module, "get_output_embeddings", None)
-    output = get_output() if callable(get_output) else getattr(module, "head", None)
-    return tuple(name for name, each in module.named_modules() if output is not None and each is output)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from zeroshard.cli.common import print_error
+from zeroshard.utils.command_line import print_error
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int, print_error
-from zeroshard.cli.plan_options import (
+from zeroshard.planner.commands.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
     add_local_steps_options,
@@ -31,13 +30,14 @@ from zeroshard.cli.plan_options import (
     outer_optimizer,
     write_json,
 )
+from zeroshard.utils.command_line import STDOUT, check_output_files, make_echo, positive_int, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine, Plans
+    from zeroshard.planner.commands.open_model import OpenedModel
 
 
 def main(argv: Sequence[str]) -> int:
@@ -157,8 +157,8 @@ def _positive_ints(text: str) -> list[int]:
 
 
 def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
-    from zeroshard.cli.plan_text import format_table
     from zeroshard.planner import model_arguments, plans_to_dict
+    from zeroshard.planner.commands.plan_text import format_table
 
     machine, opened = open_machine_and_model(options)
     check_partition(options, machine, options.devices)
@@ -179,7 +179,7 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
         for label, text in usage:
             echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
     if options.svg is not None:
-        from zeroshard.cli.plan_charts import draw_plans
+        from zeroshard.planner.commands.plan_charts import draw_plans
 
         Path(options.svg).write_text(draw_plans(plans), encoding="utf-8")
         echo(f"\npicture: {options.svg}")
@@ -245,7 +245,7 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
 
 def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the command and the Python calls for the chosen plan, with labels."""
-    from zeroshard.cli.plan_text import python_calls, train_command
+    from zeroshard.planner.commands.plan_text import python_calls, train_command
 
     best = plans.best
     if best is None:

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import STDOUT, make_echo, positive_int
 from zeroshard.planner import MACHINE_PRESETS
+from zeroshard.utils.command_line import STDOUT, make_echo, positive_int
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine
+    from zeroshard.planner.commands.open_model import OpenedModel
 
 MAX_DEVICES = 2**20
 MODEL_HELP = "a preset (see `zeroshard presets`), a Hugging Face model's directory or config.json, or module:callable"
@@ -139,8 +139,8 @@ def open_machine_and_model(
     options: argparse.Namespace, default_machine: str = "h100", **shape: int | None
 ) -> tuple[Machine, OpenedModel]:
     """Return the machine and the model that the options name; ``shape`` overrides a preset's."""
-    from zeroshard.cli import open_model
     from zeroshard.planner import Machine
+    from zeroshard.planner.commands import open_model
 
     machine = Machine.resolve(options.machine or default_machine).with_memory(options.memory)
     opened = open_model.open_model(options.model, sequence=options.sequence, **shape)
@@ -153,7 +153,7 @@ def float8_options(options: argparse.Namespace, model: nn.Module) -> dict[str, A
     """Return which layers `zeroshard train --precision fp8` keeps in bf16; none of a model that it cannot train."""
     if options.precision != "fp8" or ":" in options.model:
         return {}
-    from zeroshard.train import find_output_layers
+    from zeroshard.models import find_output_layers
 
     return {"keep_bf16": find_output_layers(model)}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import make_echo, print_error
+from zeroshard.utils.command_line import make_echo, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.models import GPT, PRESETS, GPTConfig
 from zeroshard.planner import Inputs, model_arguments
-from zeroshard.presets import PRESETS
 
 CONFIG_FILE = "config.json"
 _PRESET_OVERRIDES = ("layers", "heads", "width", "sequence", "vocabulary")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zeroshard.cli.plan_text import align_columns, format_batch, format_seconds
 from zeroshard.planner import JSON_VERSION, Machine, plan_to_dict
+from zeroshard.planner.commands.plan_text import align_columns, format_batch, format_seconds
 from zeroshard.planner.scaling import (
     WAIT_KINDS,
     LargestModel,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeroshard.cli.plan_text import format_seconds, short_label, sort_plans, summary_rows
 from zeroshard.planner import Plans
+from zeroshard.planner.commands.plan_text import format_seconds, short_label, sort_plans, summary_rows
 from zeroshard.utils.chart import as_svg, bar_chart
 
 TIME_PARTS = {  # field of StepTime → its name in the picture

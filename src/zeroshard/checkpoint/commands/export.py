@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroshard.cli.common import make_echo, print_error
+from zeroshard.utils.command_line import make_echo, print_error
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CONFIG_FILE = "config.json"

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int, print_error
-from zeroshard.cli.plan_options import (
+from zeroshard.planner.commands.plan_options import (
     MACHINE_HELP,
     MODEL_HELP,
     add_local_steps_options,
@@ -25,10 +24,11 @@ from zeroshard.cli.plan_options import (
     outer_optimizer,
     write_json,
 )
+from zeroshard.utils.command_line import STDOUT, check_output_files, make_echo, positive_int, print_error
 
 if TYPE_CHECKING:
-    from zeroshard.cli.open_model import OpenedModel
     from zeroshard.planner import Machine
+    from zeroshard.planner.commands.open_model import OpenedModel
 
 EXACT = "none"  # instead of an 8-bit dtype
 NETWORK_NODES = 4  # of the cluster whose networks are compared, unless the devices are given
@@ -159,8 +159,8 @@ def _parse_replicas(text: str) -> list[int | str]:
 
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
-    from zeroshard.cli.simulate_output import network_table, simulation_table, simulation_to_dict
     from zeroshard.planner import JSON_VERSION
+    from zeroshard.planner.commands.simulate_output import network_table, simulation_table, simulation_to_dict
     from zeroshard.planner.scaling import DEVICE_COUNTS, MAX_LAYERS, simulate
 
     if (options.layers or 0) > MAX_LAYERS:
@@ -229,9 +229,9 @@ def _reject_for_largest(options: argparse.Namespace) -> None:
 def _find_largest(
     options: argparse.Namespace, opened: OpenedModel, machine: Machine, echo: Callable[[str], None]
 ) -> dict[str, Any]:
-    from zeroshard.cli.simulate_output import largest_table, largest_to_dict
     from zeroshard.config.offload import Offload
     from zeroshard.planner import Strategy
+    from zeroshard.planner.commands.simulate_output import largest_table, largest_to_dict
     from zeroshard.planner.scaling import TracedModel, TrainingLoop, find_deepest_member, find_family
 
     family = find_family(opened.model)

@@ -18,8 +18,10 @@ import torch
 import zeroshard
 from zeroshard import planner
 from zeroshard.cli.main import main
-from zeroshard.cli.open_model import open_model
-from zeroshard.cli.plan_text import (
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner import predict_traffic
+from zeroshard.planner.commands.open_model import open_model
+from zeroshard.planner.commands.plan_text import (
     COLUMNS,
     fit_summary,
     format_table,
@@ -28,8 +30,6 @@ from zeroshard.cli.plan_text import (
     summary_rows,
     train_command,
 )
-from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner import predict_traffic
 from zeroshard.planner.footprint import MemoryUsage
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan_json import TIME_PARTS, plans_to_dict
@@ -445,7 +445,7 @@ def fail(*_: Any, **__: Any) -> None:
 def test_targets_are_looked_at_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    monkeypatch.setattr("zeroshard.cli.open_model.open_model", fail)
+    monkeypatch.setattr("zeroshard.planner.commands.open_model.open_model", fail)
     monkeypatch.setattr(planner, "calibrate", fail)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not stop every user
     (tmp_path / "old").touch()

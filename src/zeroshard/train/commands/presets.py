@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from zeroshard.presets import CONFIGURATIONS, PRESETS
+from zeroshard.models import CONFIGURATIONS, PRESETS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Commands of `zeroshard`: what checkpoint/ says at the command line."""

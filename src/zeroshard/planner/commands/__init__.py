@@ -1,0 +1,1 @@
+"""Commands of `zeroshard`: what planner/ says at the command line."""

@@ -1,0 +1,1 @@
+"""Commands of `zeroshard`: what train/ says at the command line."""
