@@ -296,7 +296,7 @@ def plan(
     ...     model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)])
     >>> plans = plan(model, torch.empty(1, 4096), devices=8, machine="h100", memory="2GB", batch=512)
     >>> plans.best.strategy.stage, plans.best.fits
-    (3, True)
+    (2, True)
     """
     for name, value, least in (
         ("devices", devices, 1),
