@@ -319,10 +319,15 @@ def test_any_name_gives_a_trace_that_is_json(tmp_path: Path) -> None:
                 pass
     found = [label.name for label in labels(read(trace.path))["MainThread"]]
     assert found == [f"unshard '{name}'" for name in ("the 'first'", "it's", "gr??e", "a//b", "{}")]
-    broken, quoted = profiling.ChromeTrace(tmp_path / "b.json", device), torch.profiler.record_function('a "b"')
-    with pytest.raises(ValueError, match="Remove double quotes from the names"), broken, quoted:
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["a-rank0.json"]
+    other, quoted = profiling.ChromeTrace(tmp_path / "b.json", device), torch.profiler.record_function('a "b"')
+    try:
+        with other, quoted:
+            pass
+    except ValueError as error:  # before torch 2.15, which escapes quotes
+        assert "Remove double quotes from the names" in str(error)
+        assert [path.name for path in tmp_path.iterdir()] == ["a-rank0.json"]
+    else:
+        assert read(other.path)
 
 
 @pytest.mark.slow

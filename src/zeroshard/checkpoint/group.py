@@ -50,6 +50,10 @@ class CheckpointError(RuntimeError):
         return cls("; ".join(messages))
 
 
+class CheckpointDiskError(CheckpointError, DiskError):
+    """A checkpoint cannot be written or read because offloaded states on disk cannot be accessed."""
+
+
 def absolute_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a directory to write; raise CheckpointError if there is none.
 
@@ -130,7 +134,8 @@ class CheckpointGroup:
         if error is not None and not isinstance(error, Exception):
             raise error
         if failures:
-            raise CheckpointError.from_rank_failures(failures, self.size) from error
+            error_class = CheckpointDiskError if isinstance(error, DiskError) else CheckpointError
+            raise error_class.from_rank_failures(failures, self.size) from error
         return value  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:

@@ -20,7 +20,7 @@ def lazy_names(
 
     ``names_by_module`` maps each module, relative to the package, to its names, separated by spaces.
 
-    >>> getattr_, _ = lazy_names("zeroshard", {"presets": "PRESETS"})
+    >>> getattr_, _ = lazy_names("zeroshard.models", {"presets": "PRESETS"})
     >>> len(getattr_("PRESETS")) > 0
     True
     """
