@@ -27,7 +27,6 @@ def test_a_mutant_is_not_stale(name: str) -> None:
     assert (ROOT / mutant["test"].partition("::")[0]).exists(), "the test has moved: write it into tests/mutants.toml"
 
 
-@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     mutant = MUTANTS[name]

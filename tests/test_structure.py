@@ -108,7 +108,7 @@ def test_a_public_class_has_these_methods(name: str) -> None:
 
 
 @pytest.mark.skipif(not measure.HAS_PYTHON, reason="other versions of Python than 3.11 count other tokens and calls")
-@pytest.mark.parametrize("table", [pytest.param(t, marks=pytest.mark.slow(seconds=4)) for t in measure.MEASURES])
+@pytest.mark.parametrize("table", measure.MEASURES)
 def test_nothing_that_is_measured_has_grown(table: str) -> None:
     if table == "repository" and not (measure.ROOT / ".git").exists():
         pytest.skip("which files belong to the repository is known in a clone only")
@@ -158,7 +158,6 @@ def imports(tree: ast.Module, known: dict[str, ast.Module]) -> set[str]:
     return {name for name in found if name in known and name != "zeroshard"}
 
 
-@pytest.mark.slow
 def test_folders_import_in_one_direction() -> None:
     known = modules()
     order = {folder: number for number, folder in enumerate(FOLDERS)}
@@ -172,7 +171,6 @@ def test_folders_import_in_one_direction() -> None:
     assert upward == set()
 
 
-@pytest.mark.slow
 def test_folders_are_imported_by_their_public_names() -> None:
     found = [
         (name, node.module)
@@ -194,7 +192,6 @@ def test_no_two_modules_import_each_other() -> None:
     assert sorted(arrows.keys() - done) == []
 
 
-@pytest.mark.slow
 def test_no_class_name_means_two_things() -> None:
     trees = modules().values()
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

@@ -27,7 +27,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow(seconds=40)
 def test_the_wheel_is_complete_and_runs_without_the_repository(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")  # of the dev extra: then nothing is downloaded
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)

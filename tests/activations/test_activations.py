@@ -109,7 +109,6 @@ def train(rank: int, model: nn.Module, mode: str, stage: int | None, before: boo
 FINER = ("*.up", "*.down", "*.norm")  # units, than the blocks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "units"), [(None, None), (0, None), (3, None), (3, FINER)])
 def test_training_is_bit_equal_to_torchs_checkpointing(stage: int | None, units: Any) -> None:
     model = make_net(blocks=4)
@@ -150,7 +149,6 @@ def train_stages(rank: int, model: nn.Module, mode: str | None) -> Any:
     return full_parameters(model)
 
 
-@pytest.mark.slow
 def test_dropout_is_drawn_again_equally_in_units_coarser_than_blocks_in_processes() -> None:
     model = built(Stages)
     reference = run_processes(2, train_stages, model, None)[0]  # not checkpointed at all
@@ -238,7 +236,6 @@ def after_forward(rank: int, depth: int, options: dict[str, Any]) -> tuple[int, 
     return near, far, near + left
 
 
-@pytest.mark.slow
 def test_device_memory_of_offloaded_activations_is_that_of_two_blocks_whatever_the_depth() -> None:
     each, states = 32 * 16 * 16 * 4, 5056  # bytes of a block's input, of the random state that torch keeps for it
     (shallow,), (deep,) = (run_processes(1, after_forward, depth, {"offload": True}, fresh=True) for depth in (4, 16))

@@ -15,8 +15,6 @@ from test_models_compile import in_place, wrappers
 
 import zeroshard
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 
 @pytest.fixture(scope="module", autouse=True)
 def own_processes() -> Iterator[None]:

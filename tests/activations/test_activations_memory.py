@@ -43,7 +43,6 @@ def tensors(draw: Any) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(tensors(), st.integers(1, 4))
 def test_parts_of_a_line_make_the_tensor_again_with_its_strides(tensor: torch.Tensor, ranks: int) -> None:

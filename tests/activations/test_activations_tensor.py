@@ -51,7 +51,6 @@ def undivided(shape: tuple[int, int], stage: int) -> Any:
     return run_threads(shape[0] * shape[1], train, gpt(), shape, stage, {"partition": False})[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "stage", "options"), [((1, 2), 0, {}), ((2, 2), 3, {"partition": True, "offload": True})]
 )
@@ -105,7 +104,6 @@ def test_collectives_of_dtensors_are_counted_over_the_axis_alone_as_the_paper_co
         assert elsewhere == (0, 0)
 
 
-@pytest.mark.slow
 def test_processes_divide_as_threads_do() -> None:
     whole, _ = undivided((1, 2), 0)
     for parameters, report in run_processes(2, train, gpt(), (1, 2), 0, {}):

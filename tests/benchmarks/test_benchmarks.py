@@ -83,7 +83,6 @@ def trials_of(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **opt
     return trials.Trials("subject", importlib.import_module("subject").measure, argparse.Namespace(**given))
 
 
-@pytest.mark.slow
 def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     code = """
@@ -98,7 +97,6 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [first, second]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "timeout", "first", "last"),
     [
@@ -139,7 +137,6 @@ def test_running_out_of_memory_is_a_result_also_behind_another_error() -> None:
         trials.catch_out_of_memory(measure)
 
 
-@pytest.mark.slow
 def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "buckets", "--tiny", "--device", "cpu", "--out", str(out)]
@@ -263,7 +260,6 @@ def test_workloads_have_the_sizes_in_their_names() -> None:
 # ------------------------------------------------------------------------------------------------ the scripts
 
 
-@pytest.mark.slow
 def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run(memory.main, tmp_path, "--steps", "1")
     shown = {row[1]: row for row in cells(capsys.readouterr().out)}
@@ -273,7 +269,6 @@ def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.Cap
     assert shown["zeroshard"][5] == f"{by_variant['zeroshard']['reserved'] / by_variant['fsdp2']['reserved']:.2f}"
 
 
-@pytest.mark.slow
 def test_memory_under_stress_tells_the_step_at_which_it_ran_out(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,14 +289,12 @@ def test_lengths_vary_up_to_the_context_and_are_the_same_in_every_run() -> None:
     assert set(lengths) == set(range(256, 1025, 64))
 
 
-@pytest.mark.slow
 def test_the_cost_of_recomputation(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run(memory.activations, tmp_path, "--only", "steps", "--steps", "1", "--repeats", "1")
     assert [result["mode"] for result in results] == ["torch", "zeroshard", "zeroshard+cpu"]
     assert cells(capsys.readouterr().out)[2][4] == "1.00"
 
 
-@pytest.mark.slow
 def test_the_largest_batch(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,7 +308,6 @@ def test_the_largest_batch(
     assert cells(capsys.readouterr().out)[3][1:4] == ["zeroshard", str(kept["fits"]), str(kept["fails"])]
 
 
-@pytest.mark.slow
 def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(stages.main, tmp_path, "--batch", "1", "--world", "2")
     rows = cells(capsys.readouterr().out)[2:]
@@ -323,7 +315,6 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])
 def test_one_rank_of_the_papers_mesh(name: str, parts: int) -> None:
     work = replace(workloads.WORKLOADS["tiny"], model="frugal gpt", batch=1)
@@ -388,7 +379,6 @@ def test_a_tier_is_not_overfilled() -> None:
     assert refused == "58.5 GB are needed on host, but at most 58.2 may be used"
 
 
-@pytest.mark.slow
 def test_the_largest_model_over_three_tiers(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,7 +408,6 @@ def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.Monk
         offload.measure("depth", shape={}, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)
 
 
-@pytest.mark.slow
 def test_a_step_with_states_on_the_host(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -482,7 +471,6 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suite, "run_ranks", run_pooled)
 
 
-@pytest.mark.slow
 def test_checkpoints_are_saved_and_loaded_by_two_ranks(
     pooled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,7 +480,6 @@ def test_checkpoints_are_saved_and_loaded_by_two_ranks(
     assert {row[0] for row in cells(capsys.readouterr().out)} >= {"raw", "zeroshard", "fsdp2", "host copy"}
 
 
-@pytest.mark.slow(seconds=3)
 def test_a_transformers_model_is_loaded_by_two_ranks(pooled: None, tmp_path: Path) -> None:
     results = run(pretrained.main, tmp_path, "--ranks", "2", "--directory", str(tmp_path))
     assert [result["variant"] for result in results] == [*pretrained.VARIANTS, *pretrained.VARIANTS]
@@ -502,7 +489,6 @@ def test_a_transformers_model_is_loaded_by_two_ranks(pooled: None, tmp_path: Pat
         assert result["seconds"] >= result["own seconds"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "arguments"),
     [
@@ -510,7 +496,7 @@ def test_a_transformers_model_is_loaded_by_two_ranks(pooled: None, tmp_path: Pat
         (optimizer.muon, []),
         (planner.main, ["--cases", "0.4B, fp32", "2.7B, stage 1 of 16"]),
         (offload.main, ["--only", "fractions", "--steps", "1", "--repeats", "1"]),
-        pytest.param(paper.main, ["--figures", "7", "--parallel", "1"], marks=pytest.mark.slow(seconds=5)),
+        (paper.main, ["--figures", "7", "--parallel", "1"]),
         (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
         (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
         (local_steps.main, ["--variants", "local_steps=8", "--steps", "16"]),

@@ -141,7 +141,6 @@ def test_growth_is_said(root: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the sections
 
 
-@pytest.mark.slow(seconds=5)
 def test_curves_are_the_same_but_for_the_control(inline: None, tmp_path: Path) -> None:
     record = run("curves", tmp_path, "--jobs", "1", "--steps", "5", "--variants", BASE, "FSDP2", "zeroshard 3", CONTROL)
     apart = {row[0]: row[2] for row in record["tables"]["curves"]["rows"]}
@@ -150,7 +149,6 @@ def test_curves_are_the_same_but_for_the_control(inline: None, tmp_path: Path) -
     assert [len(result["losses"]) for result in record["results"]] == 4 * [5]
 
 
-@pytest.mark.slow(seconds=15)
 def test_kills(tmp_path: Path) -> None:
     record = run("kills", tmp_path, "--kills", "4", "--jobs", "1")
     kills = [each for each in record["results"] if "died_in" in each]
@@ -159,7 +157,6 @@ def test_kills(tmp_path: Path) -> None:
     assert not [each for each in record["results"] if "last_run" in each]
 
 
-@pytest.mark.slow
 def test_endurance(inline: None, tmp_path: Path) -> None:
     record = run("endurance", tmp_path, "--steps", "12", "--kinds", "stage 3")
     (result,) = record["results"]
@@ -168,7 +165,6 @@ def test_endurance(inline: None, tmp_path: Path) -> None:
     assert len(record["tables"]["endurance"]["rows"]) == 2 * len(evidence.COUNTED)
 
 
-@pytest.mark.slow
 def test_the_llama(inline: None, tmp_path: Path) -> None:
     record = run("titan", tmp_path, "--steps", "1", "--warmup", "1", "--only", "eager")
     rows = {row[0]: row for row in record["tables"]["llama"]["rows"]}
@@ -178,7 +174,6 @@ def test_the_llama(inline: None, tmp_path: Path) -> None:
     assert rows["FSDP2, published"][5] == pytest.approx(333.7, abs=0.1)  # 34 % of 989, as torchtitan says
 
 
-@pytest.mark.slow(seconds=5)
 def test_predictions(tmp_path: Path) -> None:
     record = run("predictions", tmp_path)
     assert [row[0] for row in record["tables"]["torchtitan"]["rows"]] == [8, 8, 128, 128]

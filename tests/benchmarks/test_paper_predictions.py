@@ -56,7 +56,6 @@ def test_a_cell_that_differs_is_shown_with_what_is_printed(capsys: pytest.Captur
 # ----------------------------------------------------------------------------------------------- throughput
 
 
-@pytest.mark.slow(seconds=30)
 def test_figure_2_is_met_and_its_order_too() -> None:
     exhibit = shown(paper.figure_2)
     zero, baseline = of(exhibit, "ZeRO"), of(exhibit, "baseline")
@@ -68,14 +67,12 @@ def test_figure_2_is_met_and_its_order_too() -> None:
     assert all(float(z.ours) > 3 * float(b.ours) for z, b in zip(zero[2:], baseline[2:], strict=True))
 
 
-@pytest.mark.slow
 def test_figure_3_is_met_and_grows_with_the_batch() -> None:
     exhibit = shown(paper.figure_3)
     assert (exhibit.mean_error or 1) < 0.15
     assert float(exhibit.cells[1].ours) > float(exhibit.cells[0].ours)
 
 
-@pytest.mark.slow(seconds=25)
 def test_figure_4_is_met_and_falls_with_the_batch() -> None:
     exhibit = shown(paper.figure_4)
     assert (exhibit.mean_error or 1) < 0.21
@@ -108,7 +105,6 @@ def test_the_machine_has_published_rates_and_one_curve() -> None:
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.slow
 def test_figure_6_is_met() -> None:
     exhibit = shown(paper.figure_6)
     assert 0.05 < (exhibit.mean_error or 0) < 0.25
@@ -118,7 +114,6 @@ def test_figure_6_is_met() -> None:
         assert abs(cell.error or 0) < 0.17
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("configuration", "measured"), [("C1", 42), ("C2", 88), ("C3", 55), ("C4", 150), ("C5", 168)])
 def test_figure_6_is_what_was_measured_on_a_gpu(configuration: str, measured: float) -> None:
     """docs/benchmarks.md: one rank of 400 on the fake backend, with 32 GB."""
@@ -140,7 +135,6 @@ def test_figure_7_is_what_was_measured_on_a_gpu() -> None:
 # -------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.slow
 def test_the_command_records_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

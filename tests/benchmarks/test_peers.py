@@ -249,7 +249,6 @@ def check_losses(found: list[dict[str, Any]], work: list[tuple[str, str]]) -> No
     }
 
 
-@pytest.mark.slow(seconds=20)
 def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All variants on the same two processes: to start them takes longer than to train."""
     act = subject(tmp_path, monkeypatch, ONE_BY_ONE)
@@ -275,7 +274,6 @@ def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch
     check_losses(found, work)
 
 
-@pytest.mark.slow
 def test_deepspeed_trains_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On processes of its own, where it may change torch as it likes."""
     if importlib.util.find_spec("deepspeed") is None:
@@ -301,7 +299,6 @@ def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Any:
     return importlib.import_module("subject").act
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     act = subject(tmp_path, monkeypatch, "assert dist.get_rank() == 0, 'rank one is ill'; dist.barrier()")
     with pytest.raises(RuntimeError, match="rank 1 failed") as failure:
@@ -309,7 +306,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypa
     assert str(failure.value).strip().endswith("AssertionError: rank one is ill")
 
 
-@pytest.mark.slow(seconds=10)
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is killed while they wait for each other forever."""
     body = (

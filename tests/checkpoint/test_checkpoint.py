@@ -127,7 +127,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Source, tuple[Path
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [*sorted(WORLDS), (1, PLAIN)])
 def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
     world: int, stage: int | None, written: dict[Source, tuple[Path, Everything, Everything]]
@@ -148,7 +147,6 @@ def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
             assert_same(ours, continued, 0.0 if sums_alike or source == (world, stage) else 2e-5)
 
 
-@pytest.mark.slow
 def test_processes_other_buckets_and_units_and_a_hybrid_mesh(tmp_path: Path) -> None:
     saved, continued = run_processes(2, write, 2, 3, tmp_path / "a", {"bucket_size": 100})[0]
     for options in ({"bucket_size": 2**20}, {"units": (nn.Linear,)}):
@@ -167,7 +165,6 @@ def write_hybrid(rank: int, path: Path) -> tuple[Everything, ...]:
     return write(rank, 4, 3, path, {"mesh": mesh})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(["fp32", "bf16", "fp16"], 2), ("fp16", "fp16")])
 def test_precisions_change_and_masters_stay_exact(before: str, after: str, tmp_path: Path) -> None:
     saved, continued = run_threads(2, write, 2, 3, tmp_path / "a", {"precision": before})[0]
@@ -204,7 +201,6 @@ def half(rank: int, path: Path, dtype: torch.dtype, load: bool) -> set[torch.dty
     return {value.dtype for name, value in everything(model, optimizer).items() if not name.endswith("/step")}
 
 
-@pytest.mark.slow
 def test_states_take_the_dtype_of_their_parameters_as_torch_does(tmp_path: Path) -> None:
     assert run_threads(2, half, tmp_path / "a", torch.bfloat16, False) == [{torch.bfloat16}] * 2
     assert run_threads(2, half, tmp_path / "a", torch.float32, True) == [{torch.float32}] * 2
@@ -389,7 +385,6 @@ def read_forms(rank: int, world: int, stage: int | None, path: Path, last: bool,
     return found, dict(model.named_buffers()), result.missing
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage", "last"), [(3, 3, True), (3, 3, False), (2, 1, False), (1, PLAIN, False)])
 def test_ties_frozen_weights_buffers_unused_parameters_and_memory_formats(
     world: int, stage: int | None, last: bool, tmp_path: Path
@@ -413,7 +408,6 @@ def keys_of(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-@pytest.mark.slow
 def test_files_are_safetensors_and_json_and_nothing_is_pickled(
     written: dict[Source, tuple[Path, Everything, Everything]],
 ) -> None:
@@ -498,7 +492,6 @@ def extras(rank: int, path: Path, load: bool) -> Any:
     return rates, position.at, torch.rand(1, generator=generator).item(), drawn, result and result.rank_extra
 
 
-@pytest.mark.slow
 def test_schedulers_random_states_data_positions_and_plain_data(tmp_path: Path) -> None:
     before = run_processes(2, extras, tmp_path, False)
     after = run_processes(2, extras, tmp_path, True)
@@ -573,7 +566,6 @@ def parts(rank: int, path: Path) -> None:
         zeroshard.load(path / "optimizer", other)
 
 
-@pytest.mark.slow
 def test_weights_alone_and_optimizer_alone(tmp_path: Path) -> None:
     run_threads(2, parts, tmp_path)
 
@@ -626,7 +618,6 @@ def unlike(rank: int, path: Path) -> None:
     assert one_group[1].param_groups[0]["lr"] == 1.0
 
 
-@pytest.mark.slow
 def test_new_and_missing_parameters_are_listed_and_left_out_on_request(tmp_path: Path) -> None:
     run_threads(2, unlike, tmp_path)
 
@@ -765,7 +756,6 @@ def what_is_refused(rank: int, path: Path) -> None:
     assert not zeroshard.load(path / "compiled", torch.compile(model), optimizer).missing
 
 
-@pytest.mark.slow
 def test_what_would_load_as_something_else_is_refused(tmp_path: Path) -> None:
     run_threads(2, what_is_refused, tmp_path)
     torch.save({"weight": torch.zeros(1, 1, dtype=torch.complex64), "bias": torch.zeros(1)}, tmp_path / "complex.pt")
@@ -828,7 +818,6 @@ def bounded(rank: int, path: Path) -> list[int]:
     return [saving, loading, left]
 
 
-@pytest.mark.slow
 def test_saving_and_loading_take_one_bounded_buffer_besides_the_shards(tmp_path: Path) -> None:
     for saving, loading, left in run_processes(2, bounded, tmp_path, fresh=True):  # shards of 48 MiB each
         assert saving <= (BLOCKS_IN_FLIGHT + 1) * BLOCK_BYTES
@@ -846,7 +835,6 @@ def import_weights(rank: int, path: Path, expected: Everything, options: dict[st
         assert_same({k: v for k, v in everything(model, optimizer).items() if "/" not in k}, expected)
 
 
-@pytest.mark.slow
 def test_weights_of_torch_save_and_safetensors_are_read_into_shards(tmp_path: Path) -> None:
     with seeded(5):
         model = Forms()
@@ -873,7 +861,6 @@ def strip(name: str) -> str:
     return name.removeprefix("module.")
 
 
-@pytest.mark.slow
 def test_only_what_a_rank_needs_is_read(tmp_path: Path) -> None:
     """Weights are mapped: a rank of two touches half of them, and allocates nothing."""
     save_file(nn.Linear(1024, 8192, bias=False).state_dict(), tmp_path / "m.safetensors")  # 32 MiB
@@ -948,7 +935,6 @@ def asynchronous(rank: int, world: int, path: Path, stage: int) -> tuple[Everyth
     return everything(model, optimizer), saved[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_goes_on_while_a_checkpoint_is_written(stage: int, tmp_path: Path) -> None:
     for loaded, saved in run_processes(2, asynchronous, 2, tmp_path, stage):
@@ -992,7 +978,6 @@ def test_a_step_does_not_wait_for_a_save_that_failed_before_the_copy(tmp_path: P
             handle.wait()
 
 
-@pytest.mark.slow
 def test_a_step_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None:
     for waiting, loaded, saved in run_processes(2, copied_late, tmp_path):
         assert waiting

@@ -189,7 +189,6 @@ def killed(forks: Forks, calm: list[Trial], tmp_path_factory: pytest.TempPathFac
     return trials
 
 
-@pytest.mark.slow
 def test_runs_that_nobody_kills(calm: list[Trial]) -> None:
     for trial in calm:
         assert [rank.code for rank in trial.ranks] == [0, 0], "".join(rank.printed for rank in trial.ranks)
@@ -199,7 +198,6 @@ def test_runs_that_nobody_kills(calm: list[Trial]) -> None:
         assert not any(strangers(path) for path in checkpoints)
 
 
-@pytest.mark.slow(seconds=50)
 def test_runs_are_killed_and_every_survivor_ends_by_itself(killed: list[Trial]) -> None:
     assert sum(any(rank.code == -signal.SIGKILL for rank in trial.ranks) for trial in killed) >= 42
     for trial in killed:
@@ -209,13 +207,11 @@ def test_runs_are_killed_and_every_survivor_ends_by_itself(killed: list[Trial]) 
             assert (rank.code == 1) == bool(rank.error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
 def test_what_a_killed_run_leaves_is_whole(killed: list[Trial], who: str) -> None:
     assert "".join(trial.broken for trial in killed if trial.who == who) == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
 def test_the_save_after_a_kill_cleans_up(killed: list[Trial], who: str) -> None:
     assert "".join(trial.left for trial in killed if trial.who == who) == ""
@@ -308,7 +304,6 @@ def refused_early(rank: int, path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", EARLY)
 def test_damage_that_shows_from_outside_is_found_before_anything_changes(what: str, damaged: Path) -> None:
     kind, damage, word = EARLY[what]
@@ -363,7 +358,6 @@ def test_a_flipped_bit_in_one_ranks_own_data_is_found_before_anything_changes(ra
         assert "Traceback" not in text
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_in_processes(damaged: Path, sound: Path) -> None:
     file = file_of(damaged, "model")
     flip(file, random.Random(0))
@@ -481,7 +475,6 @@ def calls_of_save(directory: Path, path: Path, odd: int, fails_at: int | None) -
     return calls, errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("odd", "same"), [(0, False), (0, True), (1, False), (1, True)])
 def test_any_disk_call_may_fail(odd: int, same: bool, tmp_path: Path) -> None:
     prepared = tmp_path / "prepared"
@@ -511,7 +504,6 @@ FULL = {  # ranks without room, bytes that a file may have, characters of extra,
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sync", "wait", "next"])
 @pytest.mark.parametrize("what", ["both ranks", "rank 0", "rank 1", "the index"])
 def test_a_full_disk_is_an_error_on_every_rank_and_nothing_is_lost(
@@ -530,7 +522,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_nothing_is_lost(
     assert assert_whole(tmp_path, BIG) == 2
 
 
-@pytest.mark.slow
 def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit(forks: Forks, tmp_path: Path) -> None:
     [ranks] = forks.run([Run("forget", {"directory": str(tmp_path)})])
     for rank in ranks:
@@ -539,7 +530,6 @@ def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit(forks: Forks, 
         assert os.strerror(errno.EFBIG) in rank.printed
 
 
-@pytest.mark.slow
 def test_a_directory_that_may_not_be_written(forks: Forks) -> None:
     with tempfile.TemporaryDirectory() as place:  # tmp_path is in a directory of this user's alone
         directory = Path(place)
@@ -704,7 +694,6 @@ def absences(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
     return dict(zip(CALLS, forks.run(runs), strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("call", "rhythm"), CALLS)
 def test_a_rank_that_stays_away_is_an_error_within_the_timeout(
     call: str, rhythm: int, absences: dict[tuple[str, int], list[Outcome]]

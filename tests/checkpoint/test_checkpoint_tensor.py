@@ -59,7 +59,6 @@ def in_order(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return tensor.permute(dims).contiguous().permute(back)
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(divided())
 def test_a_line_is_the_ranks_parts_one_behind_the_other_and_gives_the_tensor_back(
@@ -77,7 +76,6 @@ def test_a_line_is_the_ranks_parts_one_behind_the_other_and_gives_the_tensor_bac
     assert order.tp_dim is None if same else order.tp_ranges
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(divided())
 def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, ElementOrder, TPShard]) -> None:
@@ -85,7 +83,6 @@ def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, ElementOrder,
     assert ElementOrder.from_json(json.loads(json.dumps(order.to_json())), whole.shape) == order
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(divided(), st.data())
 def test_a_tensor_is_turned_from_any_order_into_any_other(
@@ -254,7 +251,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ROUTES, ids=str)
 def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(place: Place, written: Written) -> None:
     sources = [written[source] for source in ROUTES[place]]
@@ -265,7 +261,6 @@ def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(pl
     torch.testing.assert_close(mean(losses for _, losses in results), sources[-1][2], rtol=1e-5, atol=0)
 
 
-@pytest.mark.slow
 def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data-parallel ranks: nothing is read whole and turned."""
     path, saved, _ = written[(2, 2), 1]
@@ -276,7 +271,6 @@ def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monke
         run_threads(1, loaded_parameters, ((1, 1), 3), path)
 
 
-@pytest.mark.slow
 def test_a_rank_without_elements_of_a_tensor_reads_nothing_of_it(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +315,6 @@ def pass_through(rank: int, source: Path, target: Path) -> Everything:
     return everything(sharded, optimizer)
 
 
-@pytest.mark.slow
 def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     plain = Few()
     optimizer = adamw_in_groups(plain)
@@ -337,7 +330,6 @@ def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     assert_same(everything(other, optimizer), saved)
 
 
-@pytest.mark.slow
 def test_processes_write_and_go_on_as_if_nothing_had_happened(written: Written, tmp_path: Path) -> None:
     place: Place = ((1, 2), 3)
     (saved, losses), _ = run_processes(2, write, place, tmp_path, {"bucket_size": 100})
@@ -351,7 +343,6 @@ def test_processes_write_and_go_on_as_if_nothing_had_happened(written: Written, 
 # ---------------------------------------------------------------------------------------------- the same seam
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_weights_of_others_are_divided_as_they_are_read(form: str, tmp_path: Path) -> None:
     whole = {name: p.detach() for name, p in gpt().named_parameters()}
@@ -379,7 +370,6 @@ def parts(rank: int, path: Path) -> dict[str, Any]:
     return found | {"loose": everything(model, optimizer), "missing": result.missing, "unexpected": result.unexpected}
 
 
-@pytest.mark.slow
 def test_loads_in_part(written: Written) -> None:
     path, saved, _ = written[(1, 4), 2]
     fresh = {name: p.detach() for name, p in gpt(seed=5).named_parameters()}
@@ -418,7 +408,6 @@ def read_frozen(rank: int, path: Path) -> Everything:
     return everything(model, optimizer)
 
 
-@pytest.mark.slow
 def test_saves_during_training_without_what_is_frozen_from_masters(tmp_path: Path) -> None:
     saved = run_processes(2, save_frozen, tmp_path / "a")[0]
     assert saved["blocks.0.mlp.down.weight"].dtype == torch.float32
@@ -551,7 +540,6 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], Non
     return target
 
 
-@pytest.mark.slow
 def test_an_index_with_a_division_that_cannot_be_is_refused(
     written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,7 +185,6 @@ def memory_of_export(rank: int, path: Path, target: Path, dtype: torch.dtype | N
     return allocated_bytes(lambda: export(path, target, dtype=dtype))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, dtype: torch.dtype | None) -> None:
     """4 blocks: those read ahead, and the last of the file, which is kept."""
@@ -287,7 +286,6 @@ def test_options_that_cannot_be_meant_are_refused(saved: Any, tmp_path: Path, wr
 # ------------------------------------------------------------------------------------------------ Hugging Face
 
 
-@pytest.mark.slow
 def test_transformers_loads_an_export_as_the_model_it_was(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -440,7 +438,6 @@ def test_anything_but_a_checkpoint_is_reported_in_a_line(tmp_path: Path, capsys:
         assert told.startswith(f"zeroshard {command[0]}: {tmp_path} is neither a checkpoint") and told.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_help_needs_neither_torch_nor_tyro() -> None:
     code = "import sys; from zeroshard.cli.main import main\nmain(['--help'])\n"
     for command in ("export", "inspect"):

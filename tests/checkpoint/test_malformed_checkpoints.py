@@ -255,7 +255,6 @@ def places(value: Any, steps: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([steps] if steps else []), *(place for key, child in children for place in places(child, (*steps, key)))]
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, sound: Path, tmp_path: Path) -> None:
@@ -343,7 +342,6 @@ def test_weights_of_another_kind_of_number_are_refused(dtype: torch.dtype, tmp_p
         zeroshard.load(tmp_path / "b.pt", model)
 
 
-@pytest.mark.slow
 def test_commands_tell_a_hostile_index_in_a_line(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,7 +407,6 @@ def test_a_save_under_way_is_not_pruned_by_another(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-4"]
 
 
-@pytest.mark.slow
 def test_saves_of_two_runs_into_one_directory_are_whole(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 

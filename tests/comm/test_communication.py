@@ -54,7 +54,6 @@ def sizes_of(events, kind: str) -> list[int]:
     return [nbytes for name, nbytes in events if name == kind]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: int, world: int) -> None:
@@ -98,7 +97,6 @@ def measure_wire(
     return counted * (size - 1) / size, received
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
 @pytest.mark.parametrize(
     ("axes", "stage", "partition"),
@@ -118,7 +116,6 @@ def test_the_wire_moves_the_bytes_of_the_report(axes: dict[str, int], stage: int
         assert received == pytest.approx(promised, rel=0.03, abs=2**14)  # headers, heartbeats
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
 def test_the_wire_moves_the_bytes_of_whole_parameters_too() -> None:
     found = run_processes(3, measure_wire, {"shard": 3}, 3, True)
@@ -140,7 +137,6 @@ def scatter_dtensor(rank: int) -> tuple[float, int]:
     return counted.traffic.bytes / 2, received
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
 def test_a_reduce_scatter_of_dtensors_is_counted_as_gloo_moves_it() -> None:
     for counted, received in run_processes(2, scatter_dtensor):
@@ -165,7 +161,6 @@ def sum_with_delays(rank: int, world: int, dtype: torch.dtype) -> None:
     assert comm.counters.total["reduce-scatter"] == Traffic(2, 2 * packed.nbytes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_sums_in_the_order_of_the_ranks_and_keeps_its_input(world: int, dtype: torch.dtype) -> None:
@@ -189,7 +184,6 @@ def test_each_stage_uses_its_own_collectives(stage: int, kinds: dict[str, int]) 
             assert sizes[kind] == pytest.approx(times * SMALL.parameters * 2, rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     ((report, events),) = run_processes(1, steady_step, SMALL, 2, {"stage": stage})
@@ -197,7 +191,6 @@ def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     assert not events
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_smaller_buckets_make_more_and_smaller_collectives_of_the_same_volume(stage: int) -> None:
     (large, at_large), *_ = run_processes(2, steady_step, SMALL, 3, {"stage": stage, "bucket_size": 2**25})
@@ -251,7 +244,6 @@ def first_gathers_and_products(events) -> list[tuple[str, int]]:
     return list(first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
 def test_next_unit_is_gathered_before_the_present_one_computes_when_prefetching(prefetch: bool, backward: bool) -> None:

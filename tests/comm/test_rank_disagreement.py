@@ -118,7 +118,6 @@ def different_optimizers(rank: int, kind: str) -> str:
     return "no error"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none on one", "fewer parameters", "other groups"])
 def test_different_optimizers_are_an_error_on_every_rank(kind: str) -> None:
     for text in run_processes(2, different_optimizers, kind, timeout=30):
@@ -148,7 +147,6 @@ def nccl_settings(rank: int, device: str, value: str) -> str:
     return ""
 
 
-@pytest.mark.slow
 def test_different_nccl_settings_are_an_error_on_every_rank_that_uses_nccl() -> None:
     for text in run_processes(2, nccl_settings, "cuda", "1048576"):
         assert "rank 1: NCCL_BUFFSIZE is 1048576 here and not set on rank 0" in text
@@ -156,7 +154,6 @@ def test_different_nccl_settings_are_an_error_on_every_rank_that_uses_nccl() -> 
     assert run_processes(2, nccl_settings, "cpu", "1048576") == ["", ""]
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_calls_shard_is_an_error_on_those_that_do() -> None:
     text, _ = run_processes(2, one_rank_calls_shard, timeout=30)
     assert "shard()" in text
@@ -209,7 +206,6 @@ def stray(rank: int, sizes: str, how: str, after: int) -> tuple[str, str]:
     return "no error", ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "how", "after"),
     [
@@ -255,7 +251,6 @@ def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
     return "no error", ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
@@ -366,7 +361,6 @@ def test_an_exception_in_one_rank_s_forward_leaves_it_usable(stage: int, where: 
         assert_close(parameters, wanted, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_exception_in_one_gloo_process_s_forward_leaves_it_usable(stage: int) -> None:
     model = make_net()
@@ -388,7 +382,6 @@ def first_forward_fails(rank: int) -> tuple[str, str]:
     return "no error", ""
 
 
-@pytest.mark.slow
 def test_an_exception_in_the_very_first_forward_is_an_error_on_the_ranks_that_wait_for_it() -> None:
     (waiting, text), (failed, _) = run_processes(2, first_forward_fails, timeout=20)
     assert (waiting, failed) == ("RanksDisagreeError", "Spoiled")

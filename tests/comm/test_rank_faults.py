@@ -109,7 +109,6 @@ def run_cases(
         forks.close()
 
 
-@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     assert_others_are_told(case, outcomes[case.name])
@@ -132,7 +131,6 @@ def assert_others_are_told(case: Case, outcomes: list[Outcome]) -> None:
             assert float(stated[1]) < told["waited"] + 0.2, told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", HARMLESS, ids=lambda case: case.name)
 def test_what_needs_no_other_rank_and_what_is_slow_is_not_an_error(
     case: Case, outcomes: dict[str, list[Outcome]]
@@ -147,7 +145,6 @@ def assert_no_error(outcomes: list[Outcome]) -> None:
         assert outcome.answer == {"told": "", "watching": 1, "left": 0}
 
 
-@pytest.mark.slow
 def test_a_rank_that_saves_while_others_wait_in_a_barrier_raises(outcomes: dict[str, list[Outcome]]) -> None:
     waiting, saving = outcomes[BARRIER.name]
     wanted = r"rank 0 waits for it in torch.distributed.barrier\(\) \(.*faults.py, line \d+\)"
@@ -269,7 +266,6 @@ def test_a_model_that_is_gone_leaves_no_thread() -> None:
     assert not watches() - before
 
 
-@pytest.mark.slow
 def test_one_rank_alone_has_no_thread(tmp_path: Path) -> None:
     before = watches()
     model, _ = zeroshard.shard(make_net(), stage=3)

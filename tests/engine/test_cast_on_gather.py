@@ -65,7 +65,6 @@ def numbers(rank: int, world: int, case: Case) -> Any:
 # ------------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -102,13 +101,11 @@ def test_every_number_is_the_same_on_one_rank(case: Case) -> None:
     assert_same(run_threads(1, numbers, 1, with_it(case)), run_threads(1, numbers, 1, case))
 
 
-@pytest.mark.slow
 def test_every_number_is_the_same_over_gloo_processes() -> None:
     case = Case(optimizer="fused AdamW", clip=(0.1,), options=BF16)
     assert_same(run_processes(2, numbers, 2, with_it(case)), run_processes(2, numbers, 2, case))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
 def test_every_number_is_the_same_on_a_mesh_of_replicas(mesh: tuple[int, int]) -> None:
     case = Case(mesh=mesh, clip=(0.1,), options=BF16)
@@ -128,7 +125,6 @@ def test_one_pass_writes_no_copy_and_the_same_numbers(options: dict[str, Any], w
     assert any(kernel.runs for kernel in kernels)
 
 
-@pytest.mark.slow
 def test_a_divided_model_has_the_same_numbers() -> None:
     small = GPT(GPTConfig(vocab_size=13, context=8, layers=2, heads=4, width=16))
 
@@ -194,7 +190,6 @@ def measured(rank: int, options: dict[str, Any]) -> Any:
     return held, live
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_rank_holds_fourteen_bytes_a_parameter_as_predicted(world: int) -> None:
     options = {"stage": 3, "precision": "bf16", "bucket_size": 2**14, "cast_on_gather": True}
@@ -243,7 +238,6 @@ UNCHANGED: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "world"), [*((what, 2) for what in UNCHANGED), ("optimizer on the host", 1), ("stage 2", 1)]
 )
@@ -287,7 +281,6 @@ def test_units_come_and_go_only_where_that_saves_memory(
     assert run_threads(world, resident, trained, mesh) == [expected] * world
 
 
-@pytest.mark.slow
 def test_of_states_that_rest_partly_outside_the_device_the_rest_has_no_copy() -> None:
     offload = {"optimizer": ("host", 0.5)}
 
@@ -370,7 +363,6 @@ def test_states_go_and_come_back(world: int) -> None:
     assert_same(run_threads(world, body, True), run_threads(world, body, False))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "loading"), [(True, False), (False, True), (True, True)])
 def test_checkpoints_pass_between_with_and_without(saving: bool, loading: bool, tmp_path: Path) -> None:
     case = Case(steps=4, optimizer="fused AdamW", options=BF16)
@@ -441,7 +433,6 @@ def test_an_update_moves_less(one_pass: bool, updated: int) -> None:
     assert found(Config(precision="bf16", cast_on_gather=False)).update_bytes_per_element > updated
 
 
-@pytest.mark.slow
 def test_a_plan_counts_with_it() -> None:
     with torch.device("meta"):
         model = GPT(GPT_CONFIG)
@@ -456,7 +447,6 @@ def test_a_plan_counts_with_it() -> None:
         assert plain.states["parameters"] == pytest.approx(2 * PSI / devices, rel=ALIGNMENT)
 
 
-@pytest.mark.slow
 def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
     ranks = 8
     with torch.device("meta"):

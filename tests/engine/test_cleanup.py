@@ -43,7 +43,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank_trains() -> None:
     done = run_python(
         """
@@ -270,7 +269,6 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
 WAYS = ["del", "unwrap", "forward without backward"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision", "way"),
     [(stage, (None, "bf16")[(stage + number) % 2], way) for stage in STAGES for number, way in enumerate(WAYS)],
@@ -281,7 +279,6 @@ def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision
         assert held == [0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_five_times_in_a_row_nothing_grows(stage: int) -> None:
     for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 5, fresh=True):
@@ -309,7 +306,6 @@ def delete_on_a_failure(rank: int, stage: int):
         gc.enable()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_del_frees_everything_after_a_failed_forward(stage: int) -> None:
     for held, _ in run_processes(2, delete_on_a_failure, stage, fresh=True):

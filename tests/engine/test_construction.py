@@ -118,7 +118,6 @@ def values_of_differently_seeded_ranks(rank: int):
     return full_parameters(model)
 
 
-@pytest.mark.slow
 def test_differently_seeded_processes_end_with_one_model() -> None:
     first, second = run_processes(2, values_of_differently_seeded_ranks)
     assert_equal(second, first)
@@ -314,7 +313,6 @@ def allocations(stage: int, world: int, precision: str | None):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 4), (2, 4), (3, 2), (3, 4)])
 def test_a_rank_never_allocates_more_than_its_shards_and_one_unit(
@@ -351,7 +349,6 @@ def excess_while_initialising(rank: int, by: str):
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by", ["init_fn", "reset_parameters"])
 def test_live_tensors_inside_initialisation_are_the_shards_and_one_unit(by: str) -> None:
     for seen in run_processes(2, excess_while_initialising, by, fresh=True):
@@ -472,7 +469,6 @@ def refused_wrappers(rank: int, stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
     for said in run_processes(2, refused_wrappers, stage):

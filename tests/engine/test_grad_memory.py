@@ -150,7 +150,6 @@ def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
     return before - live_bytes(), zeroshard.report(model).memory["gradients", "device"].peak
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_live_tensors_say_so_too(stage: int) -> None:
     for freed, most in run_processes(2, freed_by_zero_grad, stage, fresh=True):
@@ -345,7 +344,6 @@ class Remembering(Rule):
         return grad if before is None else grad + 0.5 * before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
 def test_an_optimizer_may_keep_the_gradients_it_was_given(stage: int, world: int) -> None:
     def body(rank: int) -> dict[str, torch.Tensor]:
@@ -400,7 +398,6 @@ def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> dict[st
     return full_parameters(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "world", "away"), [(0, 1, False), (1, 2, True), (2, 2, False), (3, 2, True), (3, 3, False)]
 )

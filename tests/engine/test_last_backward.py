@@ -130,7 +130,7 @@ NONE, ALL = [0] * (BLOCKS + 1), [0, 1, 2, 3, 4]  # when backward reaches a block
 # ------------------------------------------------------------------------------------------------ inside backward
 
 
-@pytest.mark.parametrize("run", [run_threads, pytest.param(run_processes, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [run_threads, run_processes])
 @every_stage
 def test_each_unit_is_reduced_when_it_is_done_once_two_steps_were_alike(stage: int, run: Any) -> None:
     for plan, wanted in (
@@ -231,7 +231,6 @@ def test_the_numbers_are_those_of_reducing_in_the_step(stage: int, options: dict
         assert all(map(torch.equal, norms, our_norms)) and all(map(torch.equal, reads, our_reads))
 
 
-@pytest.mark.slow
 @every_stage
 def test_the_numbers_over_gloo_and_on_a_mesh_of_replicas(stage: int) -> None:
     for world, mesh in ((2, None), (3, None), (4, (2, 2))):
@@ -672,7 +671,6 @@ def use_own_collectives(rank: int, stage: int, groups: str) -> dict[str, torch.T
     return full_parameters(model)
 
 
-@pytest.mark.slow
 def test_reductions_are_not_mixed_up_with_collectives_of_the_user_inside_backward() -> None:
     """Ranks that use other units reduce these sooner or later than the user's collective."""
     kinds = [(stage, groups) for groups in ("default", "mesh") for stage in (0, 1)]
@@ -711,7 +709,6 @@ def train_in_one_loss(rank: int, stage: int, models: int) -> list[torch.Tensor]:
     return [value for model, _ in pairs for value in full_parameters(model).values()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_reductions_of_two_models_in_one_loss_are_not_mixed_up(stage: int) -> None:
     """A rank that has no gradient of a unit reduces it after the other model's units."""
@@ -720,7 +717,6 @@ def test_reductions_of_two_models_in_one_loss_are_not_mixed_up(stage: int) -> No
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.slow
 @every_stage
 def test_a_rank_with_another_number_of_backwards_is_named(stage: int) -> None:
     for numbers in ((1, 2), (2, 1)):

@@ -120,7 +120,6 @@ def test_the_ledger_follows() -> None:
     assert back.memory["away", "host"].now == 0
 
 
-@pytest.mark.slow
 def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(steps=3, options={"stage": 2})
     model, optimizer = case.make({"optimizer": "host", "gradients": "device"})

@@ -285,7 +285,6 @@ class NormThenHead(Net):
         return F.linear(self.norm(x), self.head.weight, self.head.bias)
 
 
-@pytest.mark.slow
 def test_lists_of_parameters_of_many_units() -> None:
     train(AllUnits, token_step, run=run_processes)
 
@@ -365,7 +364,6 @@ class InsideFunc(Net):
         return self.head(x) * self.temperature
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [Probed, Caught, partial(FallsBack, inside=False), partial(FallsBack, inside=True), InsideFunc],
@@ -420,7 +418,6 @@ def pinned_by_the_other(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return second
 
 
-@pytest.mark.slow
 def test_loose_uses_are_noticed_of_a_unit_that_another_forward_keeps() -> None:
     train(partial(KeepsLoss, view=True), pinned_by_the_other, run=run_processes)
 

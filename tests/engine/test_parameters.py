@@ -207,7 +207,6 @@ def touched() -> list[dict[str, tuple[str, str]]]:
     return run_processes(2, touch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_using_absent_values_names_the_parameter_and_the_remedy(
     way: str, touched: list[dict[str, tuple[str, str]]]
@@ -234,7 +233,6 @@ def read_unasked(rank: int, way: str) -> bool:
     return bool(values.isnan().all())
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("way", UNASKED)
 def test_functions_that_never_ask_a_tensors_class_read_nan_and_do_not_crash(way: str) -> None:

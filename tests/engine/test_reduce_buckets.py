@@ -91,7 +91,6 @@ def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **optio
 # ----------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [plainly, with_a_rank_that_skips])
 @pytest.mark.parametrize(("world", "precision"), [(2, "bf16"), (3, "fp32"), (4, "bf16")])
 def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, precision: str, loss: Loss) -> None:
@@ -104,7 +103,6 @@ def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, pr
             assert_equal(parameters, wanted[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_backwards_add_up_as_where_all_is_packed(world: int) -> None:
     wanted, found = (
@@ -138,7 +136,6 @@ def skipped_on_one_rank(rank: int, model: nn.Module, at: int, **options: Any) ->
     return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("at", "ring"), [(0, 1), (1, 2), (0, 3)])
 def test_replicas_sum_in_one_order_though_one_rank_has_no_gradient(at: int, ring: int) -> None:
     (wanted, *_), found = (
@@ -221,7 +218,6 @@ def one_step(rank: int, stage: int) -> int:
     return zeroshard.report(model).memory["buckets", "device"].peak
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 2), (3, 4)])
 def test_gloo_takes_the_buffers_that_the_planner_says(stage: int, world: int) -> None:
     planned = state_sizes(stack(), replace(PLANNED, stage=stage), ranks=world, on_gpu=False)
@@ -272,7 +268,6 @@ def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[dict[str, to
     return full_parameters(model), memory["buckets", "device"].peak if ("buckets", "device") in memory else 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> None:
     wanted, packed, found = (
@@ -283,7 +278,6 @@ def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> 
         assert ring == 0
 
 
-@pytest.mark.slow
 def test_gloo_reduces_what_was_summed_where_it_lies() -> None:
     (wanted, _), *_ = run_threads(2, summed_before, 1, LARGE)
     for parameters, ring in run_processes(2, summed_before, 3, LARGE):
@@ -307,7 +301,6 @@ def kept_gradients(rank: int, stage: int) -> list[tuple[torch.Tensor, torch.Tens
     return kept
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_a_hook_has_kept_is_not_overwritten(run: Callable[..., Any], stage: int) -> None:

@@ -14,8 +14,6 @@ from plain import Block, Net
 from ranks import run_processes
 from torch import nn
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 VOCABULARY = 11  # of plain.Net
 
 

@@ -54,7 +54,6 @@ def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) ->
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "parts", "silent"),
     [(1, 4, False), (1, 4, True), (2, 2, False), (2, 3, True), (3, 4, True), (4, 3, False)],
@@ -68,7 +67,6 @@ def test_backwards_sum_to_one_large_batch(world: int, parts: int, silent: bool) 
     assert_same_training(world, net(), momentum, data, loop, identical=False, bucket_size=100)
 
 
-@pytest.mark.slow
 def test_processes_over_gloo_sum_to_one_large_batch() -> None:
     world = 3
     plain = copy.deepcopy(net())
@@ -204,7 +202,6 @@ def clip_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[to
 ALONE = (all_inside_no_sync, zero_to_zero, same_graph_twice, clip_then_backward)  # also where nothing is reduced
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [
@@ -399,7 +396,6 @@ def test_replicated_gradients_are_reduced_once_a_step_however_many_backwards(sta
     assert traffic(stage, parts) == once
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitioned_gradients_are_reduced_by_every_backward(stage: int) -> None:
     assert traffic(stage, 4)["reduce-scatter"] == 4 * traffic(stage, 1)["reduce-scatter"] > 0
@@ -412,7 +408,6 @@ def test_no_sync_skips_the_reductions_of_all_backwards_inside(stage: int) -> Non
     assert silent["all-reduce"] == once["all-reduce"]
 
 
-@pytest.mark.slow
 def test_no_sync_communicates_nothing_where_parameters_are_replicated() -> None:
     def body(rank: int, stage: int) -> int:
         model = copy.deepcopy(net())

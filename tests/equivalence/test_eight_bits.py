@@ -121,7 +121,6 @@ def test_error_feedback_sends_what_was_left_of_the_last_gradient(stage: int, buc
         assert_close(parameters, wanted, 1e-6)
 
 
-@pytest.mark.slow
 def test_gloo_processes_give_the_same_numbers() -> None:
     model, options = make_net(width=16), {"gather_dtype": "int8", "reduce_wire": "int8"}
     wanted = train_reference(copy.deepcopy(model), 3, options, steps=3)
@@ -190,7 +189,6 @@ def test_error_feedback_covers_the_first_of_two_hops() -> None:
         assert_close(parameters, wanted, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["full", "hierarchical"])
 def test_two_hops_of_gloo_processes(partition: str) -> None:
     model, options = make_net(width=16), {"gather_dtype": "int8", "reduce_wire": "int8"}

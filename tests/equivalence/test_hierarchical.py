@@ -57,7 +57,6 @@ def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, buc
         assert_close(parameters, wanted, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_gloo_processes_give_the_plain_numbers(partition: str) -> None:
     model = make_net()
@@ -93,7 +92,6 @@ def train_skipping(rank: int, model: SkippingNet, options: dict[str, Any]) -> di
     return full_parameters(sharded)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_skip_modules_do_not_mix_up_second_hops(stage: int) -> None:
     torch.manual_seed(0)
@@ -263,7 +261,6 @@ def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit:
             assert_close(found, wanted, 0)
 
 
-@pytest.mark.slow
 def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
     with seeded(0):
         model = GPT(GPTConfig(vocab_size=64, context=8, layers=1, heads=2, width=16))

@@ -46,7 +46,6 @@ def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int
         assert_close(parameters, wanted, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     model = make_net()
@@ -87,7 +86,6 @@ def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
     return zeroshard.report(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_is_the_formula_of_the_inner_axis_and_traffic_adds_the_outer_sum(stage: int, shape) -> None:
@@ -118,7 +116,6 @@ def test_writing_rank_counts_along_the_mesh() -> None:
         assert all(value.eq(2).all() for value in parameters.values())
 
 
-@pytest.mark.slow
 def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
     model = make_net()
 

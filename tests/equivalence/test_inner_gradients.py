@@ -63,7 +63,6 @@ def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
         assert_close(parameters, wanted, 1e-5)
 
 
-@pytest.mark.slow
 def test_gloo_processes_give_the_plain_numbers() -> None:
     model = make_net()
     _, wanted = train_plain(copy.deepcopy(model), adam, batches(4, rows=24))

@@ -15,8 +15,6 @@ from ranks import run_processes
 
 import zeroshard
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 VOCABULARY = 11  # of plain.Net
 
 

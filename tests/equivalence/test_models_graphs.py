@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 import zeroshard
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 VOCABULARY = 11  # of plain.Net
 
 

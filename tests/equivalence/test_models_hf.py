@@ -104,7 +104,6 @@ def test_mixture_of_experts_trains_as_plain(stage: int) -> None:
     assert_same(mixtral(), language_step, tokens(3, VOCABULARY), stage=stage, whole=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_encoder_decoder_with_shared_embeddings_trains_as_plain(stage: int) -> None:
     sources, targets = tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4)
@@ -132,7 +131,6 @@ def test_own_gradient_checkpointing_trains_as_plain(make: Any, reentrant: bool) 
 # ------------------------------------------------------------------------------------------------------- generate
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_generate_gives_the_plain_models_tokens_before_between_and_after_training(make: Any, beams: int) -> None:
@@ -198,7 +196,6 @@ def uneven(rank: int) -> dict[str, Any]:
     return {"max_new_tokens": 3 + 4 * rank, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "wrap"), [(3, False), (3, True), (1, False)])
 def test_ranks_generate_different_numbers_of_tokens(stage: int, wrap: bool) -> None:
     run_processes(2, generate_unevenly, stage, wrap)
@@ -215,13 +212,11 @@ def lora() -> nn.Module:
     return built(lambda: peft.get_peft_model(gpt2(), config))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lora_on_a_frozen_base_trains_as_plain(stage: int) -> None:
     assert_same(lora(), language_step, tokens(3, VOCABULARY), stage=stage)
 
 
-@pytest.mark.slow
 def test_lora_with_checkpointing_trains_as_plain() -> None:
     """Reentrant checkpointing of a frozen base needs inputs that require gradients, which transformers arranges."""
     model = lora()

@@ -39,7 +39,6 @@ def test_reference_gpt_trains_as_plain(tied: bool, stage: int, world: int) -> No
     assert_same(model, gpt_step, tokens(3, 17), stage=stage, world=world)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reference_gpt_with_checkpointing_trains_as_plain_in_processes(stage: int) -> None:
     model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=3, heads=2, width=16, checkpoint=True)))
@@ -146,7 +145,6 @@ def hooked_gradients(rank: int, world: int, model: nn.Module, batch: torch.Tenso
     return seen, {name: read(name) for name in names}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hooks_of_parameters_see_and_change_what_they_do_under_ddp(stage: int) -> None:
     model, batch = built(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))), numbers(1, 6, 4)[0]
@@ -155,7 +153,6 @@ def test_hooks_of_parameters_see_and_change_what_they_do_under_ddp(stage: int) -
         torch.testing.assert_close(ours, ddp)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [ConvNet, ReplacingBuffer])
 def test_buffers_and_outputs_are_ddps_on_every_rank_in_every_mode(kind: Any, stage: int) -> None:

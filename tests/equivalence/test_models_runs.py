@@ -64,7 +64,6 @@ class Recomputing(Net):
 CUTS = ["each block", "some blocks", "all blocks at once", "segments", "a block twice", "one in another"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("reentrant", "cut", "stage"), pairwise([True, False], CUTS, [1, 2, 3]))
 def test_activation_checkpointing_of_both_kinds(reentrant: bool, cut: str, stage: int) -> None:
     model = built(lambda: Recomputing(cut, reentrant))
@@ -84,7 +83,6 @@ def test_activation_checkpointing_with_several_forwards_before_one_backward(reen
     assert_same(built(lambda: Recomputing("each block", reentrant)), two_forwards, tokens(2, VOCABULARY), stage=3)
 
 
-@pytest.mark.slow
 def test_activation_checkpointing_in_processes() -> None:
     for reentrant in (True, False):
         model = built(lambda reentrant=reentrant: Recomputing("each block", reentrant))

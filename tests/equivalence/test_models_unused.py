@@ -129,7 +129,6 @@ def test_branches_around_a_unit_may_differ_from_rank_to_rank_while_parameters_ar
     assert_same(built(Branching), branching_step, batches, stage=stage, whole=False, make_optimizer=adamw)
 
 
-@pytest.mark.slow
 def test_branches_around_a_partitioned_unit_that_differ_from_rank_to_rank_are_an_error_that_names_it() -> None:
     batches = branching_batches(run=[[1, 1], [1, 0]], use=[[1, 1]] * 2)
     options = {"stage": 3, "timeout": 1}

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from oracle import COMMIT, ROOT, Digest, Program, differences, extract_sources, has_commit, run_programs
 from test_state_machine import GRAMMAR, sharded_models
 
-pytestmark = [
-    pytest.mark.slow(seconds=20),
-    pytest.mark.skipif(not has_commit(), reason=f"commit {COMMIT} is not in this clone: git fetch --unshallow"),
-]
+pytestmark = pytest.mark.skipif(not has_commit(), reason=f"commit {COMMIT} is not in this clone: git fetch --unshallow")
 # first something to compare, then whatever the grammar has
 BEGIN = [("train", {"seed": 0}), ("train", {"seed": 1, "clear": "model"})]
 

@@ -121,7 +121,6 @@ def net() -> nn.Module:
 # -------------------------------------------------------------------------------------- optimizers, worlds, sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(  # an optimizer sees a shard, not how many there are
     ("kind", "world"), [("AdamW fused", 1), *((kind, 2) for kind in OPTIMIZERS), ("SGD with momentum", 3), ("Lion", 4)]
 )
@@ -129,13 +128,11 @@ def test_every_stage_equals_the_plain_run(kind: str, world: int) -> None:
     assert_same_training(world, net(), of_all(kind), batches(STEPS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world"), [("AdamW fused", 1), *((kind, 3) for kind in OPTIMIZERS)])
 def test_odd_shapes_and_buckets_smaller_than_a_parameter_equal_the_plain_run(kind: str, world: int) -> None:
     assert_same_training(world, odd(), of_all(kind), batches(STEPS), bucket_size=100)
 
 
-@pytest.mark.slow
 @every_kind
 def test_a_rank_that_owns_nothing_takes_part(kind: str) -> None:
     """Over four ranks two of them have only alignment."""
@@ -151,13 +148,11 @@ def test_a_rank_that_owns_nothing_takes_part(kind: str) -> None:
     assert_same_training(4, model, of_all(kind), data, loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SGD with momentum", "AdamW fused"])
 def test_a_hybrid_mesh_equals_the_plain_run(kind: str) -> None:
     assert_same_training(4, net(), of_all(kind), batches(STEPS), mesh_shape=(2, 2), bucket_size=100)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ring": 1}, {"ring": 5}, {"prefetch": False}, {"units": ("embedding", "head")}])
 def test_options_of_speed_and_memory_change_no_number(options: dict[str, Any]) -> None:
     default = run_by_default()
@@ -191,7 +186,6 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make_optimizer", "world"), [(fused_adamw, 2), (sgd, 3)])
 def test_processes_over_gloo_equal_the_plain_run(make_optimizer: Any, world: int) -> None:
     plain = run_plain(net(), make_optimizer, batches(STEPS))
@@ -222,7 +216,6 @@ def three_groups(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return OPTIMIZERS[kind]([{"params": matrices}, {"params": plain, "lr": 0.03}, {"params": rest, "lr": 0.003}])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world"), [("AdamW fused", 1), *((kind, 2) for kind in (*KINDS, "AdamW foreach")), ("Adam", 4)]
 )
@@ -238,7 +231,6 @@ def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: lis
         model.zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "named", "world"),
     [
@@ -291,7 +283,6 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before_shard", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_lr_schedulers_equal_the_plain_run(schedule: str, before_shard: bool) -> None:
@@ -313,7 +304,6 @@ def test_lr_schedulers_equal_the_plain_run(schedule: str, before_shard: bool) ->
     assert_same_training(2, net(), make, batches(STEPS), loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world"), [("SGD with momentum", 2), ("Lion", 1)])
 def test_step_with_a_closure_equals_the_plain_run_and_returns_its_loss(kind: str, world: int) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -373,7 +363,6 @@ def assert_state_dicts_close(ours: dict[str, Any], plain: dict[str, Any], relati
             assert_close({key: ours["state"][number][key]}, {key: value}, relative)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "base", "grouped"),
     [
@@ -464,7 +453,6 @@ def test_a_state_dict_of_other_groups_is_refused() -> None:
         optimizer.load_state_dict(other)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "base", "world"),
     [
@@ -487,7 +475,6 @@ def test_an_optimizer_with_states_goes_on_where_it_was(kind: str, base: Any, wor
     assert_same_training(world, model, make, batches(2), bucket_size=100)
 
 
-@pytest.mark.slow
 @every_kind
 def test_states_of_different_age_stay_apart(kind: str) -> None:
     """Some parameters were trained before shard(), others were not: their step counts differ."""
@@ -510,7 +497,6 @@ def test_states_of_different_age_stay_apart(kind: str) -> None:
     assert_same_training(2, model, make, batches(STEPS))
 
 
-@pytest.mark.slow
 @every_stage
 @pytest.mark.parametrize("base", [net, odd])
 def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) -> None:

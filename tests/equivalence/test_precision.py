@@ -187,7 +187,6 @@ def train(
     return full_parameters(model), dict(zeroshard.unwrap(model).named_parameters()), states, norms_by_step
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "max_norm", "precision"), [(2, None, "bf16"), (2, 0.1, "fp16"), (3, 0.1, "bf16"), (3, None, "fp16")]
 )
@@ -206,7 +205,6 @@ def test_stages_1_2_and_3_are_bit_identical_in_16_bits(world: int, max_norm: flo
             assert_equal(ours, theirs)
 
 
-@pytest.mark.slow
 def test_processes_over_gloo_are_bit_identical_in_bf16() -> None:
     results = {stage: run_processes(3, train, 3, "bf16", stage, 0.1)[0] for stage in (1, 2, 3)}
     for stage in (2, 3):
@@ -605,7 +603,6 @@ def fp16_run(
     return full_parameters(model) | dict(zeroshard.unwrap(model).named_parameters()), states, scales
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
 @pytest.mark.parametrize(
     ("stage", "reduce_dtype", "overflow_at", "kind"),  # the first step makes the states, a later one has them

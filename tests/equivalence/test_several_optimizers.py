@@ -70,7 +70,6 @@ def rank_trace(rank: int, make: str, operations: list[Any], options: dict[str, A
     return run(ShardedSide(model_of_seed(), make, 2, rank, options), operations)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_processes_give_the_plain_numbers(stage: int) -> None:
     operations = [*gan_loop(3, clips=True), *rare_loop(3)]

@@ -218,7 +218,6 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
     run_state_machine_as_test(machine, settings=chosen)
 
 
-@pytest.mark.slow(seconds=50)
 def test_a_sharded_model_stays_equal_to_a_plain_one() -> None:
     run_sequences(100, 1, 12)
 

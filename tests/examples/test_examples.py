@@ -35,8 +35,6 @@ from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.flags import read_options
 from zeroshard.utils.stored_tensor import StoredTensor
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"
 LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
@@ -98,7 +96,6 @@ def load(name: str) -> ModuleType:
 # ------------------------------------------------------------------------------------------------------- in one file
 
 
-@pytest.mark.slow(seconds=10)
 def test_the_plain_loop_learns_reports_and_leaves_checkpoints_that_it_goes_on_from(tmp_path: Path) -> None:
     options = f"--layers 2 --width 32 --context 32 --checkpoints {tmp_path / 'kept'} --steps".split()
     output = run("plain_loop.py", *options, 40)
@@ -222,7 +219,6 @@ def rank_of(agent: int) -> int:
     raise AssertionError(f"torchrun {agent} has no rank")
 
 
-@pytest.mark.slow(seconds=30)
 def test_two_nodes_meet_and_go_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     out, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text(shakespeare()[:40_000])
@@ -292,7 +288,6 @@ def test_the_piece_for_kubernetes_can_be_read() -> None:
     assert read_options(container["command"][container["command"].index("train") + 1 :]).run.resume
 
 
-@pytest.mark.slow(seconds=40)
 @pytest.mark.timeout(600)  # Ray starts six processes, twice
 def test_ray_goes_on_with_the_same_numbers_after_a_worker_was_killed(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'zeroshard[ray]'")
@@ -327,7 +322,6 @@ def test_ray_goes_on_with_the_same_numbers_after_a_worker_was_killed(tmp_path: P
 # -------------------------------------------------------------------------------------------------------- Lightning
 
 
-@pytest.mark.slow(seconds=20)
 def test_lightnings_trainer_starts_the_ranks_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'zeroshard[lightning]'")
     options = f"--samples 64 --context 16 --width 32 --out {tmp_path} --epochs".split()
@@ -354,7 +348,6 @@ def test_fabrics_loop_has_the_numbers_of_ddp_and_resumes(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------- Trainer and TRL
 
 
-@pytest.mark.slow(seconds=15)
 def test_the_trainer_learns_resumes_at_another_stage_and_leaves_a_model(tmp_path: Path) -> None:
     cpu = ["--use_cpu", "--ddp_backend", "gloo", "--disable_tqdm", "true", "--report_to", "none"]
     options = [*cpu, "--output_dir", tmp_path, "--context", 32, "--save_steps", 10, "--eval_steps", 10]
@@ -366,7 +359,6 @@ def test_the_trainer_learns_resumes_at_another_stage_and_leaves_a_model(tmp_path
     plain(tmp_path)
 
 
-@pytest.mark.slow(seconds=15)
 def test_trl_fine_tunes_an_adapter(tmp_path: Path) -> None:
     import peft
 

@@ -77,7 +77,6 @@ def step_like_a_plain_optimizer(rank: int, kind: str, options: dict[str, Any]) -
     return {tier: held.now for (what, tier), held in zeroshard.report(model).memory.items() if what.startswith("optim")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind", "options"), CASES, ids=str)
 def test_a_step_on_real_ranks_is_that_of_a_plain_optimizer(
     world: int, kind: str, options: dict[str, Any], tmp_path: Path

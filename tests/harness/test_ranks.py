@@ -19,8 +19,6 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 Runner = Callable[..., list[Any]]
 both = pytest.mark.parametrize("run", [run_threads, run_processes])
 

@@ -184,7 +184,6 @@ def compare(rank: int) -> Any:
         return found, mixed, held_in_no_sync()
 
 
-@pytest.mark.slow(seconds=15)
 def test_every_stage_trains_as_accelerates_own_ddp() -> None:
     (found, mixed, held), _ = run_processes(2, compare)
     for reference, *others in found.values():
@@ -289,7 +288,6 @@ def second_part(rank: int, world: int, zero: dict[str, Any], project: Path) -> d
         return run.result(run.train(run.accelerator.skip_first_batches(run.loader, 4)) + run.train(run.loader))
 
 
-@pytest.mark.slow(seconds=15)
 def test_a_checkpoint_is_resumed_on_any_number_of_ranks_at_any_stage(tmp_path: Path) -> None:
     expected, _ = run_processes(2, first_part, {"stage": 3}, tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
@@ -302,7 +300,6 @@ def test_a_checkpoint_is_resumed_on_any_number_of_ranks_at_any_stage(tmp_path: P
         assert_close(resumed, expected, 1e-5)
 
 
-@pytest.mark.slow(seconds=5)
 def test_a_checkpoint_of_accelerates_own_ddp_run_is_continued(tmp_path: Path) -> None:
     expected, _ = run_processes(2, first_part, None, tmp_path)
     resumed, _ = run_processes(2, continue_ddp, tmp_path)
@@ -352,7 +349,6 @@ def half(rank: int) -> Any:
         return found, alternate(None, found["skipped"])
 
 
-@pytest.mark.slow(seconds=3)
 def test_fp16_skips_the_steps_and_schedules_that_overflow() -> None:
     found, expected = run_processes(2, half)[0]
     skipped = found["skipped"]
@@ -608,7 +604,6 @@ def follow_guide(rank: int, directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*/*"))
 
 
-@pytest.mark.slow(seconds=3)
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
     files, _ = run_processes(2, follow_guide, tmp_path)
     assert {"zeroshard", "scheduler.bin", "random_states_1.pkl", "model.safetensors"} <= {*files}

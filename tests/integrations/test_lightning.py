@@ -31,7 +31,6 @@ from lightning_runs import STAGES, assert_close, be_rank, data, trainer, weights
 from zeroshard.integrations import lightning as integration  # noqa: E402
 from zeroshard.integrations.lightning import ZeroFabricStrategy, ZeroStrategy  # noqa: E402
 
-pytestmark = pytest.mark.slow
 WIDTH = 8
 
 
@@ -429,7 +428,6 @@ def set_up_twice(rank: int) -> list[bool]:
     return [model() is None for model in dropped]
 
 
-@pytest.mark.slow
 def test_fabric_forgets_a_model_that_was_dropped() -> None:
     assert run_processes(2, set_up_twice) == [[True, True]] * 2
 

@@ -18,7 +18,6 @@ import zeroshard
 from zeroshard.integrations.lightning import ZeroStrategy
 
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "zeroshard_stage_1", "zeroshard_stage_3"]
 
 

@@ -21,7 +21,6 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from zeroshard.integrations.lightning import ZeroFabricStrategy, ZeroStrategy
 
-pytestmark = pytest.mark.slow
 DDP = "ddp_find_unused_parameters_true"  # a GAN's losses do not use all parameters
 
 

@@ -126,7 +126,6 @@ def load_and_train(rank: int, kind: str, path: str, options: dict[str, Any]) -> 
     return sum(file.bytes_read for file in files) - read_before
 
 
-@pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize(
     ("kind", "world", "options"),
     [
@@ -149,7 +148,6 @@ def test_ranks_read_their_shards_and_nothing_twice(
     assert max(counts) < stored * 0.8
 
 
-@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -248,7 +246,6 @@ def train_adapters(rank: int, path: str) -> None:
         assert torch.equal(values, states[1][name]), name
 
 
-@pytest.mark.slow(seconds=3)
 def test_adapters_and_resized_embeddings_train_as_on_a_loaded_model(saved: dict[str, Path]) -> None:
     run_processes(2, train_adapters, str(saved["llama"]))
 
@@ -295,7 +292,6 @@ def load_own_copy(rank: int, paths: list[str]) -> None:
     zeroshard.shard(from_pretrained(transformers.AutoModelForCausalLM, paths[rank]))
 
 
-@pytest.mark.slow(seconds=2)
 def test_ranks_with_different_files_are_rejected(saved: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "other"
     with seeded(9):

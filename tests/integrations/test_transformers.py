@@ -146,13 +146,11 @@ def compare(rank: int, folder: Path, stages: list[int], runs: list[dict[str, Any
             assert_same(found, expected, tolerance)
 
 
-@pytest.mark.slow(seconds=8)
 def test_trains_like_ddp(tmp_path: Path) -> None:
     options = {"max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 2}
     run_processes(2, compare, tmp_path, [0, 1, 3], [{**options, "lora": lora} for lora in (False, True)])
 
 
-@pytest.mark.slow(seconds=8)
 def test_training_arguments_mean_what_they_mean_with_ddp(tmp_path: Path) -> None:
     runs: list[dict[str, Any]] = [
         {"optim": "adafactor", "label_smoothing_factor": 0.1},
@@ -229,13 +227,11 @@ def own_optimizer(rank: int, folder: Path) -> None:
     assert_same(run(zero_trainer(), zero={"stage": 3}), run(transformers.Trainer))
 
 
-@pytest.mark.slow(seconds=8)
 def test_trains_after_an_evaluation_and_again(tmp_path: Path) -> None:
     run_processes(2, evaluate_train_twice, tmp_path)
     run_processes(2, own_optimizer, tmp_path)
 
 
-@pytest.mark.slow(seconds=5)
 def test_mixed_precision_is_close_to_ddp_and_saves_fp32(tmp_path: Path) -> None:
     run_processes(2, train_in_16_bits, tmp_path)
 
@@ -267,7 +263,6 @@ def resume(rank: int, world: int, folder: Path, stage: int, lora: bool, expected
     assert_same(([series[-1:] for series in history(trainer)], weights(trainer)), expected)
 
 
-@pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_resumes_on_other_ranks_at_another_stage_and_from_a_plain_trainer(tmp_path: Path, lora: bool) -> None:
     expected, _ = run_processes(2, save, tmp_path, lora)
@@ -304,7 +299,6 @@ def find_best(rank: int, folder: Path) -> None:
             assert_same({n: p for n, p in loaded.named_parameters() if p.requires_grad}, weights(plain), 1e-4)
 
 
-@pytest.mark.slow(seconds=8)
 def test_loads_and_saves_the_best_model(tmp_path: Path) -> None:
     run_processes(2, find_best, tmp_path)
 
@@ -331,7 +325,6 @@ def save_two_adapters(rank: int, folder: Path) -> None:
     assert_same(saved[1], saved[0])
 
 
-@pytest.mark.slow(seconds=3)
 def test_saves_frozen_adapters_too(tmp_path: Path) -> None:
     run_processes(2, save_two_adapters, tmp_path)
 
@@ -361,7 +354,6 @@ def save_other_adapters(rank: int, folder: Path) -> None:
         assert_same(saved[1], saved[0])
 
 
-@pytest.mark.slow(seconds=5)
 def test_saves_whole_modules_and_prompts_of_adapters(tmp_path: Path) -> None:
     run_processes(2, save_other_adapters, tmp_path)
 
@@ -420,7 +412,6 @@ def translate(rank: int, folder: Path) -> None:
         assert_same(found, expected, 1e-4)
 
 
-@pytest.mark.slow(seconds=5)
 def test_generates_in_evaluation_with_different_lengths_on_the_ranks(tmp_path: Path) -> None:
     run_processes(2, translate, tmp_path)
 
@@ -503,7 +494,6 @@ def follow_guide(rank: int, folder: Path, blocks: list[str]) -> None:
             exec(compile(block, "docs/transformers.md", "exec"), names)
 
 
-@pytest.mark.slow(seconds=8)
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/transformers.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)

@@ -112,7 +112,6 @@ def compare(rank: int, folder: Path, method: str) -> None:
             assert_same((history(trainer, *logged), weights(trainer)), expected, 1e-3)
 
 
-@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
 def test_trains_like_ddp(tmp_path: Path, method: str) -> None:
     save_inputs(tmp_path)
@@ -135,7 +134,6 @@ def precompute(rank: int, folder: Path) -> None:
     assert_same(found[1], found[0], 1e-3)
 
 
-@pytest.mark.slow(seconds=4)
 def test_precomputes_the_reference_of_dpo(tmp_path: Path) -> None:
     save_inputs(tmp_path)
     run_processes(2, precompute, tmp_path, env={"HF_HUB_OFFLINE": "1"})
@@ -155,7 +153,6 @@ def continue_adapter(rank: int, folder: Path) -> None:
     assert_same(found[1], found[0], 1e-3)
 
 
-@pytest.mark.slow(seconds=4)
 def test_dpo_continues_the_adapter_of_a_model(tmp_path: Path) -> None:
     save_inputs(tmp_path)
     run_processes(2, continue_adapter, tmp_path, env={"HF_HUB_OFFLINE": "1"})

@@ -103,7 +103,6 @@ def grown(stage: int, precision: str, deeper: bool) -> dict[int, Found]:
     return found
 
 
-@pytest.mark.slow
 @every_way_to_grow
 @every_stage
 def test_buffers_of_models_of_1_4_and_16_times_the_parameters_are_the_same(
@@ -124,7 +123,6 @@ def test_buffers_of_models_of_1_4_and_16_times_the_parameters_are_the_same(
     assert [predicted for _, _, predicted in found.values()] == [peaks[1]["step"]] * 3
 
 
-@pytest.mark.slow
 @every_way_to_grow
 @every_stage
 def test_a_step_allocates_the_same_by_torchs_own_count(stage: int, precision: str, deeper: bool) -> None:
@@ -132,7 +130,6 @@ def test_a_step_allocates_the_same_by_torchs_own_count(stage: int, precision: st
         assert predicted <= most["step"] <= predicted + SMALL
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", BYTES)
 @every_stage
 def test_passes_and_clipping_of_a_deeper_model_allocate_no_more_than_activations(stage: int, precision: str) -> None:
@@ -154,7 +151,6 @@ def scratch_of_a_step(rank: int, layers: int) -> int:
     return most
 
 
-@pytest.mark.slow
 def test_scratch_of_an_optimizers_own_kernels_is_that_of_one_bucket() -> None:
     """In fp32, where gradients need no copy: the plain AdamW makes tensors as long as its parameters."""
     (few,), (many,) = (run_processes(1, scratch_of_a_step, layers, fresh=True) for layers in (1, 16))
@@ -291,7 +287,6 @@ MODES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("stage", [1, 3])  # gradients of each unit apart, and all in one piece of memory
 def test_batches_are_exact_in_every_precision_and_clipped_equally(stage: int, mode: dict[str, Any]) -> None:
@@ -349,7 +344,6 @@ def test_runs_are_no_longer_than_a_bucket_cut_between_vectors_and_hold_every_ele
     assert held == {name: parameter.numel() for name, parameter in make_net(width=13).named_parameters()}
 
 
-@pytest.mark.slow
 def test_states_travel_between_sizes_of_buckets(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         def go_on(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -546,7 +540,6 @@ def memory_of_a_large_buffer(rank: int) -> int:
     return most
 
 
-@pytest.mark.slow
 def test_a_large_buffer_is_sent_where_it_lies() -> None:
     for most in run_processes(2, memory_of_a_large_buffer, fresh=True):
         assert most < 10_000
@@ -618,7 +611,6 @@ def on_a_gpu(rank: int, precision: str, whole: bool) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in held(optimizer).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_batches_on_a_gpu_are_exact_and_wait_for_nothing(precision: str) -> None:

@@ -101,7 +101,6 @@ def test_map_and_transfers_show_each_other_every_size_and_dtype(directory: Path,
         assert torch.equal(tensor, values_of(tensor.numel(), dtype, seed + 100))
 
 
-@pytest.mark.slow
 def test_the_two_ways_stay_coherent_over_many_rounds(directory: Path, small_pieces: None) -> None:
     disk = Disk(directory)
     tensors = [disk.zeros(20_000 + number, torch.float32) for number in range(3)]
@@ -248,7 +247,6 @@ def test_no_name_is_made_where_files_may_be_nameless(tmp_path: Path, monkeypatch
     Disk(tmp_path)
 
 
-@pytest.mark.slow
 def test_children_of_the_process_do_not_have_its_buffers() -> None:
     near, holds = aligned_buffer(PAGE_BYTES), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -275,7 +273,6 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ space
 
 
-@pytest.mark.slow
 @hypothesis.given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
 def test_extents_do_not_overlap_and_gaps_are_used_first(moves: list[tuple[bool, int]]) -> None:
     extents, taken = FreeList(), {}
@@ -499,7 +496,6 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_the_end_of_the_process(
 # ------------------------------------------------------------------------------------------------ threads, and the end
 
 
-@pytest.mark.slow
 def test_two_threads_use_one_disk(tmp_path: Path, small_pieces: None) -> None:
     disk, wrong = Disk(tmp_path, threads=2), []
 
@@ -582,7 +578,6 @@ def start(code: str, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     process = start(
         """
@@ -603,7 +598,6 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     process.communicate()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["pass", "raise KeyError('the end')"])
 def test_a_transfer_under_way_does_not_keep_the_interpreter(tmp_path: Path, end: str) -> None:
     process = start(
@@ -627,7 +621,6 @@ def test_a_transfer_under_way_does_not_keep_the_interpreter(tmp_path: Path, end:
     assert ("the end" in told) == ("raise" in end) and "Fatal" not in told
 
 
-@pytest.mark.slow
 def test_limits_of_the_system_and_of_the_user_are_reported(tmp_path: Path) -> None:
     locked = Path(tempfile.mkdtemp())  # where another user comes to, too
     locked.chmod(0o555)

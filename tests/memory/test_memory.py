@@ -80,7 +80,6 @@ def count_at_rest(rank: int, stage: int):
     return [*counted, (zeroshard.report(model), live_bytes() - before)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_bytes_at_rest_equal_the_formula_by_the_report_and_by_the_live_tensors(stage: int, world: int) -> None:
     with_gradients = formula(stage, world) * PSI
@@ -134,7 +133,6 @@ def peaks(stage: int, world: int):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_peak_of_a_step_stays_under_the_bound_by_the_report_and_by_the_allocator(stage: int, world: int) -> None:
     report, peak, left = peaks(stage, world)
@@ -143,7 +141,6 @@ def test_peak_of_a_step_stays_under_the_bound_by_the_report_and_by_the_allocator
     assert left < 2**16  # a step leaves nothing behind
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_reported_peak_misses_nothing_but_activations(stage: int, world: int) -> None:
     report, peak, _ = peaks(stage, world)
@@ -178,7 +175,6 @@ def full_parameters_seen(rank: int, prefetch: bool):
     return moments, seen[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("prefetch", "units"), [(True, 2), (False, 1)])
 def test_full_parameters_of_at_most_the_present_and_the_next_unit_are_in_memory(prefetch: bool, units: int) -> None:
     for moments, at_rest in run_processes(2, full_parameters_seen, prefetch):

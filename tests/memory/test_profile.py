@@ -39,7 +39,6 @@ def profiled(rank: int, stage: int):
     return profile, before, zeroshard.report(model), len(profile.moments) - unseen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_moments_of_a_step_lead_from_what_was_held_to_the_peak_and_back(stage: int) -> None:
     for profile, before, after, more in run_processes(2, profiled, stage):
@@ -67,7 +66,6 @@ def late(rank: int) -> float:
     return profile.waited
 
 
-@pytest.mark.slow
 def test_waiting_for_a_late_rank_is_counted_where_it_is_waited() -> None:
     first, second = run_processes(2, late)
     assert first > second + 0.2

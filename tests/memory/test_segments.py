@@ -286,7 +286,6 @@ def requests_of_a_net(layers: int = 12) -> list[AllocRequest]:
     return found
 
 
-@pytest.mark.slow
 def test_sizes_are_changed_until_little_more_is_reserved_than_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of_a_net()
     in_use = 8172 * MB
@@ -334,7 +333,6 @@ def requests_of_gathered_blocks(layers: int = 24) -> list[AllocRequest]:
     return found
 
 
-@pytest.mark.slow
 def test_what_is_small_and_stays_is_kept_apart_from_gathered_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_search, "TARGET_RATIO", 1.11)
     requests, in_use = requests_of_gathered_blocks(), (25 * 8 + 200 + 196 + 2 * 393) * MB

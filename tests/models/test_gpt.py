@@ -87,7 +87,6 @@ def test_a_token_sees_no_later_token() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-@pytest.mark.slow
 def test_learns_to_copy() -> None:
     """The second half of each sequence repeats the first: only attention can know it."""
     model = build(TINY)

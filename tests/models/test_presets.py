@@ -46,7 +46,6 @@ def test_the_command_lists_models_and_configurations(capsys: pytest.CaptureFixtu
     assert "partitioned over tensor-parallel ranks, in host memory" in lines["C5"]
 
 
-@pytest.mark.slow
 def test_presets_are_known_without_torch() -> None:
     check = "import sys, zeroshard.models.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

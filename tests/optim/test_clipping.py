@@ -65,7 +65,6 @@ def after_backward(
 # ---------------------------------------------------------------------------------------- optimizer.clip_grad_norm_
 
 
-@pytest.mark.slow
 @every_stage
 @every_norm
 @every_world
@@ -82,7 +81,6 @@ def test_the_norm_is_the_true_global_one(world: int, mesh_shape: Any, norm_type:
 CLIPPED = [(world, 0.05, norm_type) for world in WORLDS for norm_type in (2.0, math.inf)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "max_norm", "norm_type"), [*CLIPPED, ("2 ranks", 1e9, 2.0), ("2x2 mesh", 1e9, math.inf)]
 )
@@ -102,7 +100,6 @@ def test_clipped_training_equals_the_plain_run(place: str, max_norm: float, norm
     assert_same_training(world, net(), sgd, batches(3), loop, mesh_shape=mesh_shape, bucket_size=100)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_over_gloo_clip_equally(world: int) -> None:
     for stage in (0, 1, 2, 3):
@@ -162,7 +159,6 @@ def test_nothing_is_clipped_unless_asked(stage: int) -> None:
         assert_close(result, wanted, 1e-5)
 
 
-@pytest.mark.slow
 @every_stage
 @every_norm
 @every_world
@@ -438,7 +434,6 @@ def test_clip_grad_value_is_right_or_says_what_is(stage: int) -> None:
     assert len(set(run_threads(2, body))) == 1
 
 
-@pytest.mark.slow
 @every_world
 def test_under_bf16_the_norm_is_that_of_the_reduced_gradients(world: int, mesh_shape: Any) -> None:
     def body(rank: int, stage: int) -> None:

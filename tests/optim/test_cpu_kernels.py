@@ -234,7 +234,6 @@ def test_the_copy_is_rounded_as_torch_rounds(native_kernels: CpuKernels, dtype: 
     assert not differing(copy, parameter.to(dtype))
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     numel=st.one_of(st.integers(1, 3000), st.integers(30_000, 60_000)),  # a thread takes 8192 at least
@@ -351,7 +350,6 @@ def built(cache: Path) -> list[Path]:
     return sorted((cache / "zeroshard").glob("*"))
 
 
-@pytest.mark.slow
 def test_the_library_is_built_once_and_kept(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,13 +371,11 @@ def build_library(rank: int) -> None:
     build.load_library(kernels.KERNELS_SOURCE)
 
 
-@pytest.mark.slow
 def test_ranks_that_build_at_once_all_get_it(native_kernels: CpuKernels, tmp_path: Path) -> None:
     run_processes(3, build_library, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert len(built(tmp_path)) == 1  # and nothing half-made is left
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["a file in its place", "open to others"])
 def test_without_a_cache_it_is_built_for_this_process(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
@@ -396,7 +392,6 @@ def test_without_a_cache_it_is_built_for_this_process(
     assert not built(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_not_the_end(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

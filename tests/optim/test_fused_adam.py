@@ -116,7 +116,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "case"), [(n % 4, case) for n, case in enumerate(CASES)])
 def test_two_ranks_update_as_torch_does(stage: int, case: str) -> None:
     if case == "reduced in fp64":
@@ -126,7 +125,6 @@ def test_two_ranks_update_as_torch_does(stage: int, case: str) -> None:
     assert_same_in_one_pass(2, stage=stage, **CASES[case])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 @every_stage
 def test_one_and_three_ranks_update_as_torch_does(stage: int, world: int) -> None:
@@ -166,7 +164,6 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
 SKIPS = Skips()
 
 
-@pytest.mark.slow
 @every_stage
 def test_unused_parameters_are_left_alone(stage: int) -> None:
     def body(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -198,7 +195,6 @@ def overflows(rank: int, world: int, stage: int, make: Make = fused) -> dict[str
     return held(model, optimizer)
 
 
-@pytest.mark.slow
 @every_stage
 def test_after_an_overflow_nothing_changes_and_no_step_is_counted(stage: int) -> None:
     assert_same_in_one_pass(2, overflows, stage=stage)
@@ -220,7 +216,6 @@ def half_fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @every_stage
 def test_groups_that_torch_has_to_update_are_left_to_it(stage: int, precision: str) -> None:
@@ -235,12 +230,10 @@ def one_not_fused(model: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.slow
 def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
     assert_same_in_one_pass(2, overflows, stage=2, make=one_not_fused)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("tiers", [{"optimizer": ("host", 0.5)}, {"optimizer": ("host", 0.5), "parameters": "host"}])
 def test_what_rests_on_the_device_next_to_other_tiers(tiers: Any, clip: float | None) -> None:
@@ -321,7 +314,6 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
 # ---------------------------------------------------------------------------------------------- states, and where
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path: Path) -> None:
     def body(rank: int, load: Path | None, save: Path) -> dict[str, torch.Tensor]:
@@ -417,7 +409,6 @@ def test_a_kernel_that_does_something_else_is_not_used() -> None:
 # ------------------------------------------------------------------------------------------------------- tables
 
 
-@pytest.mark.slow
 @given(
     numels=st.lists(st.integers(0, 70), min_size=1, max_size=6),
     gaps=st.lists(st.integers(0, 2), min_size=6, max_size=6),

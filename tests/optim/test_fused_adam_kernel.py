@@ -127,7 +127,6 @@ def compiled(**chosen: Any) -> str:
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
-@pytest.mark.slow
 def test_the_compiled_kernel_rounds_as_is_written_and_moves_whole_vectors() -> None:
     code = compiled()
     found = Counter(re.findall(r"\b((?:ld|st)\.global\.\w+(?:\.\w+)?|(?:mul|add|sub|fma|div|sqrt)[\w.]*\.f32)\b", code))

@@ -84,7 +84,6 @@ def test_sgd_is_begun_too(native_kernels: CpuKernels) -> None:
     assert torch.equal(new, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_several_threads_may_begin_and_end(native_kernels: CpuKernels, shared: bool) -> None:
     common, together = native_kernels.make_threads(), threading.Barrier(4)
@@ -137,7 +136,6 @@ def test_tensors_stay_until_the_end(native_kernels: CpuKernels) -> None:
     assert all(reference() is None for reference in told)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "instead"),
     [
@@ -165,7 +163,6 @@ def test_what_cannot_be_started_is_done_all_the_same(
     assert all(update.over for update in updates)
 
 
-@pytest.mark.slow
 def test_a_crew_wants_memory(native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "kernels.c").write_text(kernels.KERNELS_SOURCE.read_text().replace("malloc(sizeof *pool)", "NULL"))
@@ -188,7 +185,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.slow
 def test_a_fork_does_not_wait_for_what_is_not_there(native_kernels: CpuKernels) -> None:
     command = [
         sys.executable,

@@ -91,7 +91,6 @@ def train_in_process(rank: int, model: nn.Module, data: list[torch.Tensor], stag
 
 
 @ignore
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gloo_processes_give_the_numbers_of_a_plain_loop(stage: int) -> None:
     model, data = make_net(), batches(7)

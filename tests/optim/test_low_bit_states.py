@@ -86,7 +86,6 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert torch.equal(actual[key], value), (key, (actual[key] - value).abs().max())
 
 
-@pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("name", BITSANDBYTES + TORCHAO)
 def test_states_of_few_bits_are_those_of_the_plain_run(name: str, tmp_path: Path) -> None:
     pytest.importorskip(name.partition(".")[0])
@@ -140,7 +139,6 @@ def save_and_resume_with_overrides(rank: int, first: int, last: int, stage: int,
     return train_with_overrides(make_model(), first, last, path, stage)
 
 
-@pytest.mark.slow(seconds=10)
 def test_overrides_of_single_parameters_are_those_of_the_plain_run(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     model = make_model()

@@ -55,7 +55,6 @@ def assert_unchanged(case: Case, *choices: Any) -> None:
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizer_gives_the_bits_of_the_run_without_offload(number: int, native: bool, monkeypatch) -> None:
@@ -76,7 +75,6 @@ def test_every_kind_rests_anywhere_alone(kind: str, rest: Any) -> None:
     assert_unchanged(Case(steps=4, options={"stage": 3, "bucket_size": 300}), {kind: rest, "directory": THERE})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("net", ["wide", "fickle", "tied", "frozen"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum", "RMSprop"])
 def test_unused_tied_and_frozen_parameters(net: str, optimizer: str) -> None:
@@ -84,7 +82,6 @@ def test_unused_tied_and_frozen_parameters(net: str, optimizer: str) -> None:
     assert_unchanged(case, offload("host"), offload(("disk", 0.7), parameters=("host", 0.5), gradients="device"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "clip", "unsynchronised"),
     [
@@ -147,7 +144,6 @@ def test_models_whose_own_dtype_the_native_update_does_not_serve(dtype: torch.dt
     assert_same(run(offload(("disk", 0.5))), wanted)
 
 
-@pytest.mark.slow
 def test_the_reference_gpt_from_the_meta_device() -> None:
     config = GPTConfig(vocab_size=64, context=16, layers=2, heads=2, width=32)
 
@@ -174,7 +170,6 @@ def test_the_reference_gpt_from_the_meta_device() -> None:
     assert_same(run(offload({"host": 0.5, "disk": 0.5}, parameters={"host": 0.5, "disk": 0.5})), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_chunks_on_disk_may_be_updated_in_any_order(seed: int) -> None:
     """As they are where gradients arrive late: first those that are there."""
@@ -201,7 +196,6 @@ def test_a_model_without_optimizer_may_keep_its_parameters_anywhere() -> None:
         assert torch.equal(model(batch), plain(batch))
 
 
-@pytest.mark.slow
 def test_schedulers_closures_hooks_and_late_groups_go_on_as_ever() -> None:
     def run(choice: Any) -> Any:
         model = make_net(blocks=2)
@@ -291,7 +285,6 @@ def test_loaded_states_go_straight_to_the_disk(tmp_path: Path) -> None:
     assert all(value.untyped_storage().data_ptr() in places for value in states)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", [offload("host"), offload("disk")], ids=["host", "disk"])
 def test_a_save_during_training_has_the_states_of_its_moment(choice: Any, tmp_path: Path) -> None:
     case = Case(steps=6, options={"stage": 2})
@@ -364,7 +357,6 @@ def test_the_report_shows_each_tier() -> None:
     assert any(line.split()[:3] == ["master", "weights", "disk"] for line in lines)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("limit", [0, 3000, 120_000, 250_000])
 def test_host_bytes_bound_all_that_is_taken_there(limit: int, speculate: bool) -> None:
@@ -379,7 +371,6 @@ def test_host_bytes_bound_all_that_is_taken_there(limit: int, speculate: bool) -
         assert peak(model, "host") > 100_000  # as much as there is of half the states and the buffers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 300_000, 500_000])
 def test_disk_bytes_bound_the_file(limit: int) -> None:
     case = Case(net="wide", optimizer="Adam", steps=3, options={"stage": 3, "bucket_size": 1000})
@@ -405,7 +396,6 @@ def maps_of_files() -> int:
     return sum("(deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["at rest", "updating", "ahead", "failed"])
 def test_nothing_is_left_when_model_and_optimizer_go(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def live() -> Any:
@@ -510,7 +500,6 @@ def broken(self: OffloadFile, way: str, memory: memoryview, offset: int) -> None
     raise DiskError.from_os_error(f"the {way} of {len(memory)} bytes failed", error) from error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
 def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
@@ -573,7 +562,6 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     assert held(model, "host")["buckets"] == staged + read
 
 
-@pytest.mark.slow
 def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own update runs on the host's thread, of the very optimizer that such a step calls."""
     module = sys.modules["torch.optim.rmsprop"]  # torch.optim.rmsprop is its function

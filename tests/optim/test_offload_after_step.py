@@ -63,7 +63,6 @@ def gathered_in_forward(model, optimizer, batch) -> None:
     handle.remove()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "then",
     [no_gradients, zero_gradients, zeroed_by_the_model, one_without, slower, gathered_in_forward],

@@ -44,7 +44,6 @@ def assert_unchanged(world: int, case: Case, *choices: Any, run: Any = run_threa
             assert_same(ours, wanted[rank], f"rank {rank}, {choice}: ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_on_every_number_of_ranks(stage: int, world: int) -> None:
@@ -62,14 +61,12 @@ def test_every_stage_on_every_number_of_ranks(stage: int, world: int) -> None:
     assert_unchanged(world, case, offload("host", **params), offload(RESTS[(number + 1) % 6], **gradients))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_and_no_sync_on_two_ranks(stage: int) -> None:
     case = Case(steps=4, accumulate=(2, 3), clip=(0.05, None), unsynchronised=stage % 2 == 0, options={"stage": stage})
     assert_unchanged(2, case, offload("host"), offload({"host": 0.5, "disk": 0.5}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage"), [((2, 2), 3), ((2, 2), 1), ((2, 1), 2), ((2, 1), 0), ((1, 2), 3)])
 def test_a_mesh_of_replicas_and_shards(mesh: tuple[int, int], stage: int) -> None:
     case = Case(mesh=mesh, steps=5, clip=(0.5,), options={"stage": stage, "bucket_size": 300})
@@ -77,13 +74,11 @@ def test_a_mesh_of_replicas_and_shards(mesh: tuple[int, int], stage: int) -> Non
     assert_unchanged(mesh[0] * mesh[1], case, offload("host", **params), offload(("disk", 0.5)))
 
 
-@pytest.mark.slow
 def test_accumulation_over_replicas_sums_before_it_reduces_in_stage_zero() -> None:
     case = Case(mesh=(2, 1), steps=4, accumulate=(2,), options={"stage": 0})
     assert_unchanged(2, case, offload("host"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stage", "overflow", "rest"),
     [
@@ -118,7 +113,6 @@ def test_a_rank_with_nothing_near_skips_an_overflow_like_those_with_something() 
     assert_same(run_threads(4, body, offload(("host", 0.5))), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "stage", "choice"),
     [
@@ -145,7 +139,6 @@ def load_part(rank: int, world: int, case: Case, choice: Any, path: Path, first:
     return everything(model, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(offload("host"), None), (None, offload(("disk", 0.6)))])
 def test_a_checkpoint_goes_from_any_tier_to_any_on_other_ranks_and_stages(before: Any, after: Any, tmp_path) -> None:
     case = Case(groups=True, steps=3, options={"stage": 3})
@@ -197,7 +190,6 @@ def test_where_one_rank_has_no_directory_all_ranks_raise(tmp_path: Path) -> None
         assert f"rank 1: {gone} is not a directory: create it, or pass one that exists" in said
 
 
-@pytest.mark.slow
 def test_ranks_may_keep_their_files_in_different_directories(tmp_path: Path) -> None:
     def body(rank: int, case: Case, chosen: bool) -> Any:
         (tmp_path / str(rank)).mkdir(exist_ok=True)
@@ -232,7 +224,6 @@ def lose_the_disk(rank: int, world: int, stage: int, kind: str) -> None:
     loop(model, optimizer, replace(case, steps=6), rank, world, first=2)
 
 
-@pytest.mark.slow
 def test_where_parameters_cannot_be_read_no_process_is_left_waiting() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_processes(2, lose_the_disk, 2, 3, "parameters", timeout=60)
@@ -241,7 +232,6 @@ def test_where_parameters_cannot_be_read_no_process_is_left_waiting() -> None:
     assert "rank 0 failed: the read of" in accounts[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> None:
     with pytest.raises(RanksFailed) as failed:
@@ -291,7 +281,6 @@ def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
     return everything(model, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True], ids=["another branch", "a failed forward"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_forward_that_differs_on_one_rank_is_harmless_where_parameters_stay(stage: int, failing: bool) -> None:

@@ -139,10 +139,6 @@ class Row:
     expected: str  # elementwise, whole, mixed (a group of each), or the reason in ERRORS
     tolerance: float = 1e-6  # relative; 1e-3 if the rule computes in bf16
 
-    @property
-    def has_groups(self) -> bool:
-        return len(self.make(copy.deepcopy(MODEL)).param_groups) > 1
-
 
 TOGETHER, RANDOM, CLOSURE = "reads several parameters at once", "draws random numbers", "needs a closure"
 SPARSE, NO_PARAMETER = "needs sparse gradients", "keeps states that belong to no parameter"
@@ -296,10 +292,7 @@ def test_the_table_is_in_the_documentation() -> None:
     assert len(TABLE) >= 40 and all(row in text for row in rows), "\n".join(rows)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if row.has_groups else ()) for name, row in TABLE.items()],
-)
+@pytest.mark.parametrize("name", TABLE)
 @pytest.mark.usefixtures("tried_once")
 def test_a_class_is_right_or_refused(name: str) -> None:
     row = TABLE[name]

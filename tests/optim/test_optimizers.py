@@ -395,7 +395,6 @@ class MakesStates(Own):
             del self.history[1:]
 
 
-@pytest.mark.slow
 def test_a_class_with_its_own_constructor_and_states_runs() -> None:
     plain = copy.deepcopy(MODEL)
     optimizer = MakesStates(0.1, of=plain.parameters())
@@ -425,7 +424,6 @@ class ByGroup(Own):
         return momentum / momentum.abs().max().clamp(min=1e-3) if group.get("normalise") else momentum
 
 
-@pytest.mark.slow
 def test_a_group_that_is_added_later_is_tried_too() -> None:
     model = copy.deepcopy(MODEL)
     model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()), stage=3)
@@ -796,7 +794,6 @@ class Vector(Own):
         return momentum
 
 
-@pytest.mark.slow
 def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         model: Any = copy.deepcopy(MODEL)[:3]  # type: ignore[index]  # no parameter of one element

@@ -62,7 +62,6 @@ def test_all_stages_train_like_the_plain_run(make: Any, world: int) -> None:
     assert_same_training(world, BASE, make, DATA, **WHOLE)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("tried_once")
 def test_whole_and_elementwise_groups_live_in_one_optimizer() -> None:
     assert_same_training(2, BASE, blend, DATA)
@@ -137,7 +136,6 @@ def train_in_small_buckets(rank: int, world: int) -> list[dict[str, torch.Tensor
     return [run_rank(rank, world, BASE, make, DATA, **options) for make in (lamb, adafactor)]
 
 
-@pytest.mark.slow
 def test_gloo_processes_train_like_the_plain_run_in_one_call_and_in_batches() -> None:
     plain = [run_plain(BASE, make, DATA) for make in (lamb, adafactor)]
     for results in run_processes(3, train_in_small_buckets, 3):
@@ -446,7 +444,6 @@ def test_states_of_a_parameter_that_is_frozen_now_are_kept(tmp_path: Path) -> No
     run_threads(2, body)
 
 
-@pytest.mark.slow
 def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
     """It computes in bf16, where a last bit of a gradient may show: the plain run gets the sharded run's gradients."""
 
@@ -549,7 +546,6 @@ def test_states_on_the_host_can_be_cleared(clear: str) -> None:
     assert_equal(parameters[False], parameters[True])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("tried_once")
 def test_whole_and_elementwise_groups_share_a_tier(tmp_path: Path) -> None:
     wanted = run_threads(2, tiered, 2, blend, None, {"stage": 3})
@@ -651,7 +647,6 @@ def save_meanwhile(rank: int, path: Path, offload: str | None) -> None:
     assert_same_states(contents(model, optimizer)[1], wanted[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", [None, "host"])
 def test_an_asynchronous_save_keeps_the_states_of_its_call(offload: str | None, tmp_path: Path) -> None:
     run_processes(2, save_meanwhile, tmp_path / "saved", offload)
@@ -781,7 +776,6 @@ def test_a_parameter_that_is_divided_over_the_tensor_axis_is_put_together(shape:
             assert len(states[number]["norms"]) == 2 and states[number]["step"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("there", [((1, 2), 3), ((3, 1), 2)], ids=str)
 def test_states_of_divided_parameters_are_saved_and_loaded_in_any_mesh(there: Any, tmp_path: Path) -> None:
     def save(rank: int, shape: Any, stage: int) -> Any:

@@ -193,7 +193,6 @@ def measured(name: str, precision: str | None) -> list[tuple[int, int, str, list
     return outcomes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), [*((name, None) for name in CASES), ("net", "bf16")])
 def test_what_is_chosen_is_the_fastest_that_fits_and_really_fits(name: str, precision: str | None) -> None:
     (outcomes,) = run_processes(1, measured_under_limits, name, precision, fresh=True)
@@ -314,7 +313,6 @@ def test_a_model_that_cannot_be_traced_is_refused_on_every_rank() -> None:
     assert found[0][0] is UntraceableError and "cannot run on tensors without values" in found[0][1]
 
 
-@pytest.mark.slow
 def test_the_error_says_when_recomputing_would_do() -> None:
     model = on_meta(lambda: gpt(layers=3))
     site = JobTopology(torch.device("cpu"), 1)
@@ -423,7 +421,6 @@ def large() -> nn.Module:
     return on_meta(lambda: GPT(GPTConfig(vocab_size=50304, context=256, layers=6, heads=16, width=2048)))
 
 
-@pytest.mark.slow
 def test_what_is_given_is_kept(large: nn.Module) -> None:
     h100 = Machine.resolve("h100")
     assert [choice_on_paper(large, h100, stage=stage).stage for stage in (0, 2)] == [0, 2]
@@ -476,7 +473,6 @@ def test_accumulation_and_clipping_are_planned_with(monkeypatch: pytest.MonkeyPa
     assert asked[0]["optimizer_states"] == 1 and asked[0]["precision"] is None
 
 
-@pytest.mark.slow
 def test_a_mesh_is_planned_with_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(auto, "plan", lambda *args, **kwargs: asked.append(kwargs) or plan(*args, **kwargs))
@@ -589,7 +585,6 @@ def _kept(traced: Any) -> float:
     return most + sum(traced.kept_input_bytes)
 
 
-@pytest.mark.slow
 def test_checkpointing_is_chosen_and_done() -> None:
     def shard(memory: int) -> nn.Module:
         model = gpt(layers=4)
@@ -681,7 +676,6 @@ def test_auto_never_reaches_the_engine() -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_rank_that_leaves_nothing_open_is_missed() -> None:
     def body(rank: int) -> None:
         model = make_net()

@@ -67,7 +67,6 @@ def whole(machine: Machine, kind: str) -> None:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path) -> None:
     before, state = torch.backends.mkldnn.enabled, torch.get_rng_state()
     machine = calibrate("cpu", directory=directory, seconds=BRIEF)
@@ -85,7 +84,6 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
     assert same <= {"gap", "workspace", "context", "sustained"}, "these were not measured"
 
 
-@pytest.mark.slow
 def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) -> None:
     machine_cache.write_machine(machine_cache.local_machine_name("cpu"), "{damaged")
     machine = calibrate(CPU, directory=directory, seconds=BRIEF)
@@ -93,7 +91,6 @@ def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) ->
     assert len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_no_measurement(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +192,6 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
         calibrate("cpu", seconds=BRIEF)
 
 
-@pytest.mark.slow
 def test_a_precision_without_attention_is_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch may multiply in bf16 and have no attention for it, without AVX-512 for one."""
     attention = F.scaled_dot_product_attention
@@ -264,7 +260,6 @@ def test_a_directory_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> 
         calibrate("cpu", directory=tmp_path / "absent", seconds=BRIEF)
 
 
-@pytest.mark.slow
 def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise DiskError("no space is left")
@@ -276,7 +271,6 @@ def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch:
     assert (machine.disk, machine.disk_read, machine.disk_write) == (preset.disk, preset.disk_read, preset.disk_write)
 
 
-@pytest.mark.slow
 def test_without_a_directory_the_current_one_is_measured(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
@@ -360,7 +354,6 @@ def together(tmp_path: Path, world: int, nodes: int) -> list[tuple[Machine, Cali
     return run_processes(world, measured, str(tmp_path), nodes, env=env)
 
 
-@pytest.mark.slow
 def test_ranks_of_a_node_measure_their_links_and_agree(tmp_path: Path, cache: Path) -> None:
     results = together(tmp_path, world=2, nodes=1)
     machine = results[0][0]
@@ -373,7 +366,6 @@ def test_ranks_of_a_node_measure_their_links_and_agree(tmp_path: Path, cache: Pa
     assert [ranks for _, ranks, _ in results] == [CalibrationRanks(2, 0, (0, 1)), CalibrationRanks(2, 1, (0, 1))]
 
 
-@pytest.mark.slow
 def test_nodes_measure_the_link_between_them_and_each_keeps_a_file(tmp_path: Path, cache: Path) -> None:
     results = together(tmp_path, world=4, nodes=2)
     machine = results[0][0]
@@ -389,7 +381,6 @@ def lost(rank: int, directory: str) -> None:
     calibrate("cpu", directory=directory if rank == 0 else f"{directory}/absent", seconds=BRIEF)
 
 
-@pytest.mark.slow
 def test_where_one_rank_has_no_disk_all_raise(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
         run_processes(2, lost, str(tmp_path), timeout=60)

@@ -24,7 +24,6 @@ def made(devices: int = 8, near: float = 100e9, far: float = 80e9, latency: floa
     return Machine.resolve("h100", devices=devices, **links)
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(presets, kinds, sizes, sizes, some_ranks, strides)
 def test_more_bytes_never_take_less(name: str, kind: str, one: int, other: int, ranks: int, stride: int) -> None:
@@ -34,7 +33,6 @@ def test_more_bytes_never_take_less(name: str, kind: str, one: int, other: int, 
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(presets, kinds, sizes, st.integers(2, 16384), strides)
 def test_no_collective_is_faster_than_its_bytes_over_its_slowest_link(
@@ -50,7 +48,6 @@ def test_no_collective_is_faster_than_its_bytes_over_its_slowest_link(
     assert math.isfinite(seconds)
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(presets, kinds, sizes, st.integers(1, 16), strides)
 def test_a_group_within_a_node_is_never_slower_than_one_across(
@@ -68,7 +65,6 @@ def test_one_rank_costs_nothing(name: str, kind: str, nbytes: int, stride: int) 
     assert collective_seconds(Machine.resolve(name), kind, nbytes, 1, stride) == 0
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 300), st.integers(1, 40))
 def test_where_a_group_lies_is_what_counting_devices_gives(devices: int, ranks: int, stride: int) -> None:

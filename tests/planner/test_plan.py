@@ -281,7 +281,6 @@ def plans(memory: str = "80GB", devices: int = 4, **options: Any) -> Plans:
     return plan(gpt(**options.pop("model", {})), devices=devices, machine=NODE, memory=memory, sequence=32, **options)
 
 
-@pytest.mark.slow(seconds=20)
 def test_every_choice_is_looked_at() -> None:
     found = plans(batch=64)
     chosen = [row.strategy for row in found.fastest_per_strategy()]
@@ -302,7 +301,6 @@ def less_and_less() -> list[Plans]:
     return [plans(memory, batch=32, tensor=1) for memory in ("80GB", "900MB", "750MB")]
 
 
-@pytest.mark.slow
 def test_the_best_is_as_fast_as_any_that_fits_and_says_so(less_and_less: list[Plans]) -> None:
     for found in less_and_less:
         best, fastest = found.best, found.fitting[0]
@@ -347,13 +345,11 @@ def test_a_batch_that_is_huge_is_planned() -> None:
     assert found.best is not None and found.best.batch == 4 * 10**12
 
 
-@pytest.mark.slow
 def test_less_memory_never_makes_it_faster(less_and_less: list[Plans]) -> None:
     samples = [found.best.score for found in less_and_less if found.best is not None]
     assert samples == sorted(samples, reverse=True)
 
 
-@pytest.mark.slow
 def test_nothing_fits() -> None:
     found = plans("640MB", batch=32, tensor=1, model={"width": 256, "layers": 8})
     assert found.best is None
@@ -371,7 +367,6 @@ def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
     assert evaluate_strategy(traced_model, far, 4, NODE).fits
 
 
-@pytest.mark.slow
 def test_what_is_given_is_kept_to() -> None:
     found = plans(batch=32, stage=2, tensor=2, checkpoint="recompute", offload=None, micro_batch=[2, 4])
     chosen = [one.strategy for one in found.candidates]
@@ -384,7 +379,6 @@ def test_a_model_without_blocks_or_a_plan() -> None:
     assert {(one.strategy.tensor, one.strategy.checkpoint) for one in found.candidates} == {(1, "none")}
 
 
-@pytest.mark.slow
 def test_a_cpu_is_a_machine_too() -> None:
     found = plan(gpt(), devices=2, machine="cpu", batch=8, sequence=32)
     assert found.precision == "fp32"
@@ -415,7 +409,6 @@ def test_bad_input_is_refused_in_words() -> None:
 # ------------------------------------------------------------------------------------------------ deep models
 
 
-@pytest.mark.slow
 def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = []
     real = trace_model
@@ -498,7 +491,6 @@ def test_choices_that_are_none_are_refused() -> None:
             plans(**{name: value})
 
 
-@pytest.mark.slow
 def test_stages_that_cannot_offload_what_is_asked_are_left_out() -> None:
     far = {"optimizer": "host", "parameters": "host"}
     assert {one.strategy.stage for one in plans(batch=16, tensor=1, offload=far).candidates} == {3}

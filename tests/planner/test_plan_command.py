@@ -177,7 +177,6 @@ def plans() -> Plans:
 # ------------------------------------------------------------------------------------------------ as a user
 
 
-@pytest.mark.slow
 def test_help_is_printed_without_torch() -> None:
     code = "import sys, zeroshard.cli.main as cli\n"
     code += "try: cli.main(['plan', '--help'])\nfinally: print('torch' in sys.modules)"
@@ -188,7 +187,6 @@ def test_help_is_printed_without_torch() -> None:
     assert "usage: zeroshard plan" in done.stdout and "h200" in done.stdout
 
 
-@pytest.mark.slow(seconds=10)
 def test_the_command_prints_costs_and_how_to_run_it() -> None:
     ran = [sys.executable, "-m", "zeroshard", "plan", "tiny", "--devices", "2", "--stage", "1,3", *QUICK]
     done = subprocess.run(ran, capture_output=True, text=True, check=True)
@@ -272,7 +270,6 @@ def test_8_bits_are_shown_where_they_are_allowed(capsys: pytest.CaptureFixture[s
     assert "reduce_wire must be one of none, int8, fp8, got 'int9'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_muon_is_planned_and_its_owners_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "7.6b", "--devices", "64", "--optimizer", "muon", "--stage", "3", "--micro-batch", "4"]
     assert main([*argv, "--tensor", "1", "--checkpoint", "none"]) == 0
@@ -286,7 +283,6 @@ def test_muon_is_planned_and_its_owners_are_shown(capsys: pytest.CaptureFixture[
     assert "--offload host cannot be planned with --optimizer muon" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out
@@ -295,7 +291,6 @@ def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pyt
     assert "to train with this plan" not in out and "chosen" not in out
 
 
-@pytest.mark.slow
 def test_calibration_is_printed_kept_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -469,7 +464,6 @@ def test_a_picture_shows_memory_and_time(tmp_path: Path, capsys: pytest.CaptureF
         assert words in text
 
 
-@pytest.mark.slow(seconds=10)
 def test_a_reader_that_has_gone_is_not_a_failure() -> None:
     flags = "tiny --devices 2 --stage 3 --json -".split()
     code = f"import sys; from zeroshard.cli.main import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"
@@ -488,7 +482,6 @@ def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.slow
 def test_the_table_has_what_fits_first_and_the_chosen_plan_marked(plans: Plans) -> None:
     text = format_table(plans, show_all=True)
     rows = text.splitlines()[2:]

@@ -15,8 +15,6 @@ import torch
 from benchmarks.suites import planner as suite
 from zeroshard.comm.collectives import Communicator
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
 CASES = {
     "stage 0 of 4": {"ranks": 4, "stage": 0},

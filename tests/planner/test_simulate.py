@@ -50,7 +50,6 @@ def gpt(layers: int, shape: GPTConfig = SHAPE) -> GPT:
 # ------------------------------------------------------------------------------------------ deepened models
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -85,7 +84,6 @@ def test_a_family_has_the_models_that_its_shape_makes() -> None:
     assert find_family(nn.Linear(2, 2)) is None
 
 
-@pytest.mark.slow
 def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
     machine = Machine.resolve("dgx2")
     deep, plain = TracedModel.from_family(gpt_family(SHAPE), 5, precision="fp16"), TracedModel(gpt(5), precision="fp16")
@@ -195,7 +193,6 @@ def test_perfect_links_scale_for_ever() -> None:
     assert found.scaling[0].under_90_percent is None
 
 
-@pytest.mark.slow
 def test_a_model_of_small_blocks_is_simulated_as_it_is_planned() -> None:
     """Several of its blocks make a unit, which no shallow member has."""
     config = GPTConfig(vocab_size=64, context=16, layers=34, heads=2, width=16)
@@ -220,7 +217,6 @@ def test_partitioned_memory_shrinks_with_devices() -> None:
     )  # alone, and with landings
 
 
-@pytest.mark.slow
 def test_a_stage_that_does_not_fit_is_reported() -> None:
     found = swept(memory="1.7GB", devices=(1, 64), checkpoint="recompute")
     told = {one.stage: one.fits_from for one in found.scaling}
@@ -380,7 +376,6 @@ def test_the_search_ends_at_a_limit_that_it_names(family: TracedModel, monkeypat
     assert "≥ " in largest_table({(16, 3): found})
 
 
-@pytest.mark.slow
 def test_largest_models_grow_with_stage_devices_and_offload(family: TracedModel) -> None:
     layers = [deepest_in(family, 16, stage).layers for stage in (0, 1, 2, 3)]
     assert layers == sorted(set(layers)) and layers[-1] < deepest_in(family, 32, 3).layers
@@ -408,7 +403,6 @@ def test_bad_searches_are_refused(family: TracedModel) -> None:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "tiny",
@@ -449,7 +443,6 @@ def test_with_fp8_the_output_layer_stays_in_bf16_as_in_training(tmp_path: Path) 
     assert found["plan"]["traffic_bytes"]["all-gather"] == pytest.approx(sent[0], rel=0.001)
 
 
-@pytest.mark.slow
 def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "largest.json"
     shape = ["tiny", "--width", "1024", "--heads", "8"]
@@ -527,7 +520,6 @@ def test_the_command_refuses_numbers_that_are_none(devices: str, capsys: pytest.
     assert stopped.value.code == 2 and "--devices" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     look = "import sys; from zeroshard.cli.main import main; code = main(['simulate', '--help'])"
     after = "print('torch' in sys.modules)"

@@ -39,7 +39,6 @@ def peak(found: Trace) -> float:
 # ------------------------------------------------------------------------------------------------ operations
 
 
-@pytest.mark.slow
 def test_operations_are_those_that_torch_counts() -> None:
     model = GPT(SMALL)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
@@ -50,7 +49,6 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert products == sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
 
-@pytest.mark.slow
 def test_attention_never_makes_its_matrix_of_weights() -> None:
     """A long sequence: its weights would be 16 MB, and no fused kernel makes them."""
     for kind, precision in (("cuda", "bf16"), ("cuda", "fp32"), ("cpu", "fp32")):
@@ -59,7 +57,6 @@ def test_attention_never_makes_its_matrix_of_weights() -> None:
         assert len([op for op in found.ops if op.kind == "attention"]) == 2 * SMALL.layers
 
 
-@pytest.mark.slow
 def test_what_is_freed_was_made() -> None:
     found = trace_model(gpt(), micro_batch=2)
     gradients = sum(event.nbytes for event in found.events if isinstance(event, EngineEvent))
@@ -69,7 +66,6 @@ def test_what_is_freed_was_made() -> None:
     assert split_spans(found)[-1].end_bytes == 0
 
 
-@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = GPT(SMALL)
     before = {name: (value.data_ptr(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
@@ -83,7 +79,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     """A trace of another model is not a reason to keep the first one's copy."""
     trace_model(gpt(), micro_batch=2)
@@ -97,7 +92,6 @@ def test_nothing_is_left_behind() -> None:
 # ------------------------------------------------------------------------------------------------ moments
 
 
-@pytest.mark.slow
 def test_units_come_and_go_as_the_engine_has_it() -> None:
     units = ["tokens+positions", "blocks.0", "blocks.1", "blocks.2", "norm+head"]
     found = trace_model(gpt(), micro_batch=1)
@@ -106,7 +100,6 @@ def test_units_come_and_go_as_the_engine_has_it() -> None:
     assert moments(found, "reduce") == units[::-1]
 
 
-@pytest.mark.slow
 def test_a_tied_weight_is_finished_last() -> None:
     found = trace_model(gpt(tied=True), micro_batch=1)
     finished = moments(found, "reduce")
@@ -139,7 +132,6 @@ def test_unused_branches_and_loose_parameters() -> None:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
-@pytest.mark.slow
 def test_recomputation_keeps_inputs_alone_and_computes_again() -> None:
     plain, again = (
         trace_model(gpt(layers=6), micro_batch=4),
@@ -152,7 +144,6 @@ def test_recomputation_keeps_inputs_alone_and_computes_again() -> None:
     assert 0.6 * forward < more < forward  # torch stops a recomputation as soon as all it saves is there
 
 
-@pytest.mark.slow
 def test_a_model_may_recompute_by_itself() -> None:
     """GPT's own checkpointing: what it keeps are activations then, and in sum the same but for our copy."""
     own = trace_model(gpt(checkpoint=True), micro_batch=4)
@@ -161,7 +152,6 @@ def test_a_model_may_recompute_by_itself() -> None:
     assert peak(ours) + sum(ours.kept_input_bytes) - peak(own) == ours.kept_input_bytes[0]
 
 
-@pytest.mark.slow
 def test_each_tensor_rank_keeps_its_part() -> None:
     whole = trace_model(gpt(), micro_batch=3, checkpoint="recompute")
     part = trace_model(gpt(), micro_batch=3, checkpoint="recompute", tensor=4)
@@ -174,7 +164,6 @@ def test_each_tensor_rank_keeps_its_part() -> None:
 # ------------------------------------------------------------------------------------------------ a tensor axis
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_tensor_rank_computes_its_share_and_communicates(ranks: int) -> None:
     whole, part = trace_model(gpt(), micro_batch=2), trace_model(gpt(), micro_batch=2, tensor=ranks)
@@ -186,7 +175,6 @@ def test_a_tensor_rank_computes_its_share_and_communicates(ranks: int) -> None:
     assert [op.moved_bytes for op in part.ops if op.collective == "all-gather"] == [4.0 * 2 * 16 * 64]  # the logits
 
 
-@pytest.mark.slow
 def test_hugging_faces_models_divide_too() -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
@@ -213,7 +201,6 @@ def test_hugging_faces_models_divide_too() -> None:
 # ------------------------------------------------------------------------------------------------ other batches
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["none", "recompute"])
 def test_other_micro_batches_lie_on_straight_lines(kept: Any) -> None:
     model = gpt(layers=2)
@@ -342,7 +329,6 @@ def test_checkpoint_is_torchs_own() -> None:
     assert sum(op.name == "gelu" for op in found.ops) == 2
 
 
-@pytest.mark.slow(seconds=20)
 def test_every_block_keeps_its_input_however_many_there_are() -> None:
     """An input that is gone leaves its address to another: each is kept all the same."""
     found = trace_model(gpt(layers=40), micro_batch=2, checkpoint="recompute")

@@ -110,7 +110,6 @@ def by_name(checks: list[dict[str, Any]]) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- as a user runs it
 
 
-@pytest.mark.slow(seconds=8)
 def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +136,6 @@ def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     assert len(pids) == 4 and not any(map(is_running, pids))
 
 
-@pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize(
     ("fault", "texts", "failed"),
     [
@@ -167,7 +165,6 @@ def test_a_rank_that_fails_is_named(
     assert not any(map(is_running, started_pids(tmp_path)))
 
 
-@pytest.mark.slow(seconds=8)
 def test_a_script_that_hangs_is_ended_and_says_where(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,7 +277,6 @@ def checks_of(world: int, directory: Path, fault: str = "", backwards: int = 1, 
     return {check.name: check for check in run_checks(records, world, STEPS)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("world", "backwards", "replicas", "options"),
@@ -300,7 +296,6 @@ def test_a_right_loop_passes_with_the_memory_that_is_planned(
     assert statuses == {**dict.fromkeys(found, "passed"), "replicas": "passed" if has_copies else "not checked"}, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "replicas", "options"),
     [
@@ -318,7 +313,6 @@ def test_the_planned_memory_knows_collectives_in_8_bits(
     assert {check.status for name, check in found.items() if name != "replicas"} == {"passed"}, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tmp_path: Path) -> None:
     found = checks_of(3, tmp_path, "muon", stage=stage, precision="bf16")
@@ -326,7 +320,6 @@ def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tm
     assert ("all-to-all" in found["collectives"].text) == bool(stage)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "stage", "name", "status", "text"),
     [
@@ -343,7 +336,6 @@ def test_a_planted_fault_is_found(fault: str, stage: int, name: str, status: str
     assert {check.status for check in others.values()} <= {"passed", "not checked"}, found
 
 
-@pytest.mark.slow
 def test_what_cannot_be_read_or_predicted_is_not_checked(tmp_path: Path) -> None:
     offload = {"optimizer": "disk", "directory": str(tmp_path)}
     found = checks_of(4, tmp_path, "frozen", replicas=2, precision="bf16", offload=offload)
@@ -371,7 +363,6 @@ def tensor_parallel(rank: int, directory: str, is_right: bool) -> RankRecord:
     return recorder.record
 
 
-@pytest.mark.slow
 def test_tensor_parallel_ranks_get_the_same_data_and_hold_what_is_planned(tmp_path: Path) -> None:
     found = run_checks(run_processes(4, tensor_parallel, str(tmp_path), True), 4, STEPS)
     assert {check.status for check in found} == {"passed"}, found
@@ -380,7 +371,6 @@ def test_tensor_parallel_ranks_get_the_same_data_and_hold_what_is_planned(tmp_pa
     assert failed["data"].startswith("ranks 0 and 1 compute one model together (tensor axis) and got different batches")
 
 
-@pytest.mark.slow
 def test_a_script_that_never_shards_ends_after_the_steps_of_its_own_optimizer(tmp_path: Path) -> None:
     (check,) = checks_of(2, tmp_path, "never shards").values()
     assert check.status == "failed"

@@ -64,7 +64,6 @@ bodies_of_a_model = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions)
 def test_fractions_of_optimizer_states_are_met_to_a_vector(bodies: list[FlatSizes], wanted) -> None:
@@ -77,7 +76,6 @@ def test_fractions_of_optimizer_states_are_met_to_a_vector(bodies: list[FlatSize
     assert left is None
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions)
 def test_stretches_cover_each_trained_shard_in_order_and_cut_between_vectors(bodies: list[FlatSizes], wanted) -> None:
@@ -89,7 +87,6 @@ def test_stretches_cover_each_trained_shard_in_order_and_cut_between_vectors(bod
         assert all(end % ALIGN_ELEMENTS == 0 for end in ends)
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions, fractions, fractions)
 def test_the_first_units_stay_nearest(bodies: list[FlatSizes], optimizer, gradients, parameters) -> None:
@@ -99,7 +96,6 @@ def test_the_first_units_stay_nearest(bodies: list[FlatSizes], optimizer, gradie
     assert tiers == sorted(tiers)
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions, fractions)
 def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[FlatSizes], gradients, parameters) -> None:
@@ -115,7 +111,6 @@ def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[FlatSize
             assert abs(held(bodies, rests, tier)[kind] - wanted) <= max(sizes, default=0) * len(chosen)
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     bodies_of_a_model,

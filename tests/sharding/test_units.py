@@ -32,7 +32,6 @@ def deep(layers: int, width: int = 8) -> GPT:
         return GPT(GPTConfig(vocab_size=64, context=8, layers=layers, heads=2, width=width))
 
 
-@pytest.mark.slow
 def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> None:
     assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
     assert units_of(deep(33))[1] == "blocks.0"  # none is left to go with it
@@ -40,7 +39,6 @@ def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> 
     assert max(sizes_of(deep(48))) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "most", "units"), [(96, 4, 35), (192, 6, 46)])
 def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, units: int) -> None:
     """From three of 48 on: of four times as many blocks, twice as many go together."""
@@ -48,7 +46,6 @@ def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, 
     assert (max(sizes), len(sizes), sum(sizes)) == (most, units, blocks)
 
 
-@pytest.mark.slow
 def test_behind_a_group_are_six_times_as_many_blocks() -> None:
     """The last ones run backward while all activations are in memory."""
     sizes = sizes_of(deep(192))
@@ -101,7 +98,6 @@ def losses(rank: int, plain: GPT, units: Any) -> tuple[list[float], int]:
     return found, zeroshard.report(model).collectives["all-gather"].count
 
 
-@pytest.mark.slow
 def test_blocks_that_go_together_give_the_same_numbers_with_fewer_collectives() -> None:
     plain = GPT(DEEP)
     together, alone = (run_threads(2, losses, plain, units) for units in (None, (Block,)))
@@ -133,7 +129,6 @@ class Lending(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "as_view"), [(64, False), (3, True), (64, True)])
 def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them(blocks: int, as_view: bool) -> None:
     plain = Lending(blocks, as_view)

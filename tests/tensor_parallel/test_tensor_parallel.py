@@ -107,7 +107,6 @@ def compare(
         assert_close(ours, parameters, relative)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "stage"), [((2, 2), 0), ((2, 2), 1), ((2, 2), 2), ((2, 2), 3), ((1, 2), 0), ((1, 2), 3), ((2, 1, 2), 2)]
 )
@@ -116,17 +115,14 @@ def test_a_divided_gpt_trains_as_on_one_rank(shape: tuple[int, ...], stage: int)
     compare(model, gpt_step, shape, stage=stage, clip=(0.05, 2.0), make=adamw if stage > 1 else sgd)
 
 
-@pytest.mark.slow
 def test_the_infinity_norm_is_that_of_the_whole_model() -> None:
     compare(built(gpt), gpt_step, (2, 2), stage=3, clip=(0.01, float("inf")))
 
 
-@pytest.mark.slow
 def test_four_ranks_divide_a_gpt() -> None:
     compare(built(gpt), gpt_step, (1, 4), stage=2, clip=(0.05, 2.0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_divided_gpt_trains_in_real_processes(stage: int) -> None:
     compare(built(gpt), gpt_step, (2, 2), stage=stage, clip=(0.05, 2.0), run=run_processes)
@@ -145,7 +141,6 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape", "stage"),
     [(llama, (1, 2), 0), (llama, (2, 2), 3), (llama, (2, 1, 2), 2), (gpt2, (1, 2), 0), (gpt2, (2, 2), 3)],
@@ -200,13 +195,11 @@ def sequence_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_each_tensor_rank_has_a_part_of_are_summed(stage: int) -> None:
     compare(built(Sequence), sequence_step, (2, 2), stage=stage, clip=(0.05, 2.0), tensor_plan=SEQUENCE_PLAN)
 
 
-@pytest.mark.slow
 def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
     model = built(Sequence)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -235,7 +228,6 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
         assert_close(whole, parameters, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     model = built(lambda: gpt(tied=True))
@@ -267,7 +259,6 @@ def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     run_threads(4, body)
 
 
-@pytest.mark.slow
 def test_a_divided_model_begins_as_the_undivided_one_from_the_meta_device() -> None:
     undivided = run_processes(1, _values_from_meta, None)[0]
     for shape in ((1, 2), (2, 2)):
@@ -320,7 +311,6 @@ def test_an_absent_part_is_refused_by_name_and_comes_with_gathered() -> None:
     run_threads(4, body)
 
 
-@pytest.mark.slow(seconds=15)
 def test_accumulation_and_frozen_parameters() -> None:
     model = built(gpt)
     model.tokens.requires_grad_(False)
@@ -335,7 +325,6 @@ def test_accumulation_and_frozen_parameters() -> None:
         compare(model, twice, (2, 2), stage=stage, clip=(0.05, 2.0))
 
 
-@pytest.mark.slow
 def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
     model = built(gpt)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -423,7 +412,6 @@ class Heads(nn.Module):
         return self.down(self.up(x) * self.norm)  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
     plan: dict[str, Any] = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
     model = built(lambda: nn.Sequential(Heads()))
@@ -481,7 +469,6 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.slow
 def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> None:
     plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "1": SequenceParallel()}
     model = built(lambda: nn.Sequential(Counted(), nn.Dropout(0.0)))
@@ -500,7 +487,6 @@ def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> No
     run_threads(4, body)
 
 
-@pytest.mark.slow
 def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_already() -> None:
     model = built(Sequence)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -524,7 +510,6 @@ def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_a
     run_threads(4, body)
 
 
-@pytest.mark.slow
 def test_a_forward_that_changes_a_divided_parameter_is_told_in_any_step() -> None:
     for message in run_threads(4, _told_of_a_change):
         assert "qkv.weight' were changed in place during a forward" in message

@@ -66,7 +66,6 @@ def test_a_service_gets_every_step_and_a_resume_continues_its_run(
         assert "grad_norm" not in runs[0]["logged"][0][1] and [run["finished"] for run in runs] == [1, 1]
 
 
-@pytest.mark.slow
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, steps in ((0, (1, 2, 3, 4)), (2, (3,))):

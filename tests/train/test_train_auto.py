@@ -92,7 +92,6 @@ def test_what_is_left_open_is_as_if_nothing_had_been_said(tmp_path: Path) -> Non
     assert options.sharding.auto == ("offload",) and options.sharding.stage == 1 and options.model.recompute
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", ["auto = true", 'auto = ["stage"]'])
 def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -102,7 +101,6 @@ def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path
     assert "stage" not in options.sharding.auto and options.sharding.stage == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", ["auto = []", "auto = false"])
 def test_nothing_in_a_file_leaves_nothing_open(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -208,7 +206,6 @@ def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
     return most - RANDOM_STATE * len(blocks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["--layers 3 --width 16 --heads 2 --sequence 64"])
 def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     flags = [*shape.split(), *"--vocabulary 128 --batch 16 --device cpu".split()]
@@ -221,7 +218,6 @@ def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     assert any(most > 0.85 * limit for limit, most, _ in outcomes)
 
 
-@pytest.mark.slow
 def test_what_is_given_narrows_the_choice(tiny: str) -> None:
     flags = [*SMALL, "--auto", "--machine", tiny]
     for more in ("--stage 1", "--micro-batch 2", "--recompute", "--accumulate 4", "--offload host --stage 3"):
@@ -253,7 +249,6 @@ def test_8_bits_are_chosen_only_if_they_are_allowed(tmp_path: Path) -> None:
     assert (resolved.sharding.stage, resolved.sharding.gather_dtype, resolved.sharding.reduce_wire) == (3, "fp8", None)
 
 
-@pytest.mark.slow
 def test_the_layer_that_a_run_keeps_in_bf16_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
 
@@ -275,7 +270,6 @@ def test_offload_is_said_in_the_options_own_words() -> None:
     assert found.sharding.offload == "device"
 
 
-@pytest.mark.slow
 def test_hugging_face_models_and_adapters_are_chosen_for(tmp_path: Path, tiny: str) -> None:
     config = transformers.LlamaConfig(
         vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -303,7 +297,6 @@ def test_hugging_face_models_and_adapters_are_chosen_for(tmp_path: Path, tiny: s
 # ------------------------------------------------------------------------------------------------- a whole run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
@@ -344,7 +337,6 @@ def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow(seconds=15)
 def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model 7.6b --layers 4 --ranks 8 --batch 64 --auto --machine h100 --dry-run".split()
     assert main(flags) == 0

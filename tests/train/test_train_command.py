@@ -43,8 +43,6 @@ from zeroshard.train.summary import dry_run
 from zeroshard.train.trainer import Trainer
 from zeroshard.train.training_setup import prepare_training
 
-pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
-
 STEPS = 40
 SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
@@ -186,7 +184,6 @@ def shown(rank: int, arguments: list[str], stop_after: int) -> str:
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
-@pytest.mark.slow(seconds=15)
 def test_a_run_learns_and_says_so_in_plain_lines(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = whole
     assert done.returncode == 0, done.stderr
@@ -263,7 +260,6 @@ def profiled(out: Path) -> dict[str, tuple[list[str], int]]:
     return found
 
 
-@pytest.mark.slow(seconds=10)
 def test_profile_writes_traces_of_the_chosen_steps_and_says_which(tmp_path: Path) -> None:
     out, never = tmp_path / "run", 1000
     small = [*SMALL, *SHORT_TEXT, "--eval-every", "0", "--sample-tokens", "0", "--out", str(out)]
@@ -336,7 +332,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(**{name: value for name, value in locals().items() if name != "tmp_path_factory"})
 
 
-@pytest.mark.slow(seconds=15)
 def test_ranks_of_one_machine_meet_where_no_other_user_gets(killed: SimpleNamespace) -> None:
     assert len(killed.ranks) == 2 and all(killed.addresses[pid] for pid in killed.ranks.values())  # gloo's
     assert all(is_loopback(address) for addresses in killed.addresses.values() for address in addresses)
@@ -364,7 +359,6 @@ def test_ranks_send_each_other_data_and_no_code(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 6
 
 
-@pytest.mark.slow(seconds=10)
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     running = Running(tmp_path, *SHORT_TEXT, "--ranks", 1, "--steps", 100_000, "--eval-every", 0)
     running.reach(2)
@@ -397,7 +391,6 @@ def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
     assert held_out(killed.out)[STEPS] == held_out(reference)[STEPS]
 
 
-@pytest.mark.slow(seconds=20)
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -420,7 +413,6 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
         assert loss == pytest.approx(expected[step], rel=1e-3), step  # sums over other ranks round otherwise
 
 
-@pytest.mark.slow(seconds=20)
 def test_muon_is_saved_and_goes_on_with_other_ranks_and_stage(tmp_path: Path) -> None:
     options = [*SMALL[1:], *SHORT_TEXT, "--optimizer", "muon", "--muon-lr", "0.01", "--steps", "8", "--keep", "3"]
     options += ["--eval-every", "0", "--checkpoint-every", "4", "--sample-tokens", "0"]
@@ -443,7 +435,6 @@ def test_muon_is_saved_and_goes_on_with_other_ranks_and_stage(tmp_path: Path) ->
         run_processes(1, trained, ["--out", str(same), "--resume", "--optimizer", "adamw", "--muon-lr", "None"])
 
 
-@pytest.mark.slow(seconds=5)
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [*SMALL, *SHORT_TEXT, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"]
@@ -477,7 +468,6 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ ways to start it
 
 
-@pytest.mark.slow(seconds=15)
 def test_under_torchrun_it_joins_and_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_processes(1, trained, [*SMALL, *SHORT_TEXT, "--steps", "2", "--eval-every", "0", "--out", str(out)])
@@ -511,7 +501,6 @@ def be_task(rank: int, port: str, arguments: list[str]) -> str:
     return output.getvalue()
 
 
-@pytest.mark.slow(seconds=3)
 def test_under_srun_it_joins(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -73,7 +73,6 @@ def test_the_bundled_tokens_are_made_by_their_script(tmp_path: Path) -> None:
 # Tokenizer
 
 
-@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8")))
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
@@ -173,7 +172,6 @@ def test_token_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         open_tokens(tmp_path / "missing.bin")
 
 
-@pytest.mark.slow
 @given(st.binary(max_size=4), st.integers(0, 127))
 def test_a_damaged_header_is_a_value_error(tmp_path_factory: pytest.TempPathFactory, wrong: bytes, at: int) -> None:
     path = tmp_path_factory.mktemp("tokens") / "t.npy"
@@ -205,7 +203,6 @@ def test_a_directory_gives_its_text_files_in_the_order_of_names(tmp_path: Path) 
 texts = st.text(st.sampled_from("a b\n\ré東🎭"), max_size=200)
 
 
-@pytest.mark.slow
 @given(texts, st.integers(1, 40))
 def test_pieces_of_a_text_give_the_whole(tmp_path_factory: pytest.TempPathFactory, text: str, chunk: int) -> None:
     path = tmp_path_factory.mktemp("texts") / "text"
@@ -247,7 +244,6 @@ def test_texts_become_tokens_and_back(tmp_path: Path) -> None:
     assert text == f"{first}{END_OF_TEXT}{second}{END_OF_TEXT}"
 
 
-@pytest.mark.slow
 def test_separate_validation_texts_have_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("a question to suffer")
     encode_corpus([], tmp_path / "corpus", vocab_size=300, validation=[str(tmp_path / "held.txt")])
@@ -375,7 +371,6 @@ def test_places_far_apart_in_a_huge_data_set_have_windows_of_their_own(size: int
     assert len(set(found)) == len(places) and max(found) < size
 
 
-@pytest.mark.slow
 @given(size=st.integers(30, 500), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
 def test_seeds_and_epochs_have_orders_of_their_own(size: int, seed: int, epoch: int) -> None:
     places = np.arange(size, dtype=np.uint64)
@@ -420,7 +415,6 @@ def test_targets_are_the_tokens_that_follow() -> None:
     assert (inputs[:, 0] % 9 == 0).all()  # windows do not overlap
 
 
-@pytest.mark.slow
 @given(step=st.integers(0, 10**6), seed=st.integers(0, 99), batch=st.sampled_from([4, 8, 12]))
 def test_the_batch_is_the_same_for_every_number_of_ranks(step: int, seed: int, batch: int) -> None:
     loaded = loader(seed=seed, batch=batch)

@@ -289,7 +289,6 @@ def in_processes(rank: int, source: Path, target: Path) -> torch.Tensor:
     return logits_of(model)
 
 
-@pytest.mark.slow
 def test_processes_load_train_and_save(saved: dict[str, Path], tmp_path: Path) -> None:
     first, second = run_processes(2, in_processes, saved["gpt2"], tmp_path / "out")
     assert torch.equal(first, second)

@@ -99,11 +99,11 @@ def train_sharded(rank: int, stage: int, precision: str | None) -> dict[str, tor
     ("ranks", "stage", "precision"),
     [
         (2, 3, None),
-        pytest.param(2, 0, None, marks=pytest.mark.slow),
-        pytest.param(2, 1, None, marks=pytest.mark.slow),
-        pytest.param(2, 2, None, marks=pytest.mark.slow),
-        pytest.param(2, 3, "bf16", marks=pytest.mark.slow),
-        pytest.param(1, 2, "bf16", marks=pytest.mark.slow),
+        (2, 0, None),
+        (2, 1, None),
+        (2, 2, None),
+        (2, 3, "bf16"),
+        (1, 2, "bf16"),
     ],
 )
 def test_the_numbers_are_those_of_torchs_two_optimizers(ranks: int, stage: int, precision: str | None) -> None:
@@ -113,7 +113,6 @@ def test_the_numbers_are_those_of_torchs_two_optimizers(ranks: int, stage: int, 
         assert different == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_clipping_and_offload_keep_the_bits(precision: str | None) -> None:
     def train(rank: int, **options: Any) -> dict[str, torch.Tensor]:

@@ -313,7 +313,6 @@ def console_of(lines: Iterable[str]) -> Iterator[str]:
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 @in_browser
 @pytest.mark.parametrize("width", [360, 1600])
 def test_the_page_fits_any_width_in_a_browser(width: int, tmp_path: Path) -> None:

@@ -104,7 +104,6 @@ def test_options_have_one_name_each_and_come_back_flat() -> None:
     assert len(flat) == sum(len(vars(group)) for group in groups)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
@@ -116,7 +115,6 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
     assert options.data.data == ("a b", "c") and options.model.recompute
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "resumed run"])
 @pytest.mark.parametrize(
     ("given", "flags"),
@@ -145,7 +143,6 @@ def test_options_that_belong_together_may_come_from_two_sources(
             read_options(alone)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "and_then"),
     [
@@ -384,7 +381,6 @@ def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
     return seen
 
 
-@pytest.mark.slow
 def test_all_ranks_know_the_mean_loss_and_that_one_has_to_stop() -> None:
     assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
 

@@ -108,7 +108,6 @@ def norms(out: Path) -> dict[int, float]:
     return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_the_undivided_run(runs: tuple[Path, Path, str]) -> None:
     alone, pairs, _ = runs
     assert sorted(losses(pairs)) == [1, 2, 3, 4, 5, 6] and sorted(held_out(pairs)) == [0, 3, 6]
@@ -119,7 +118,6 @@ def test_losses_are_those_of_the_undivided_run(runs: tuple[Path, Path, str]) -> 
     assert last["tokens"] == 6 * 12 * 16  # each counts once, though two ranks see it
 
 
-@pytest.mark.slow
 def test_the_header_and_the_page_say_what_is_divided(runs: tuple[Path, Path, str]) -> None:
     _, pairs, said = runs
     assert "4 on cpu over gloo, in 2 tensor-parallel groups of 2" in said
@@ -131,7 +129,6 @@ def test_the_header_and_the_page_say_what_is_divided(runs: tuple[Path, Path, str
     assert "tensor parallel over 2" in page and "activations (host)" in page and "activation gather" in page
 
 
-@pytest.mark.slow
 def test_memory_and_traffic_are_as_promised(runs: tuple[Path, Path, str]) -> None:
     _, pairs, _ = runs
     found = record(pairs)
@@ -151,7 +148,6 @@ def test_memory_and_traffic_are_as_promised(runs: tuple[Path, Path, str]) -> Non
     assert found["collectives_per_step"]["activation gather"] == {"count": 2, "bytes": inputs}
 
 
-@pytest.mark.slow
 def test_the_model_and_the_sample_are_as_without_it(runs: tuple[Path, Path, str]) -> None:
     alone, pairs, _ = runs
     ours, theirs = (load_file(out / "model" / "model.safetensors") for out in (pairs, alone))
@@ -164,7 +160,6 @@ def test_the_model_and_the_sample_are_as_without_it(runs: tuple[Path, Path, str]
     assert (pairs / "model" / "config.json").read_bytes() == (alone / "model" / "config.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_tensor_degree_and_other_ranks(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
     alone, pairs, _ = runs
     for source in (alone, pairs):
@@ -180,7 +175,6 @@ def test_a_run_goes_on_with_another_tensor_degree_and_other_ranks(runs: tuple[Pa
 # ------------------------------------------------------------------------------------------------ Hugging Face models
 
 
-@pytest.mark.slow
 def test_a_llama_is_divided_from_its_directory_and_saved_as_it_came(models: dict[str, Path], tmp_path: Path) -> None:
     options = [*BRIEF, "--model", str(models["llama"]), "--steps", "3"]
     run_processes(1, trained, [*options, "--out", str(tmp_path / "alone")])
@@ -193,7 +187,6 @@ def test_a_llama_is_divided_from_its_directory_and_saved_as_it_came(models: dict
     assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.slow
 def test_ranks_that_divide_a_layer_drop_the_same_activations(models: dict[str, Path], tmp_path: Path) -> None:
     """Or what each keeps of a block's input would be parts of different inputs, which P_a refuses."""
     options = [*BRIEF, "--model", str(models["gpt2"]), "--steps", "1", "--eval-every", "0"]
@@ -201,7 +194,6 @@ def test_ranks_that_divide_a_layer_drop_the_same_activations(models: dict[str, P
     assert sorted(losses(tmp_path / "run")) == [1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "neox", "adapters", "one layer"])
 def test_a_hugging_face_model_recomputes_its_blocks(kind: str, offload: bool, models: dict[str, Path]) -> None:
@@ -245,7 +237,6 @@ MAKERS: dict[str, Callable[[dict[str, Path]], nn.Module]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: dict[str, Path]) -> None:
     model = MAKERS[kind](models)
@@ -271,7 +262,6 @@ def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: d
     run_threads(2, body)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "shape", "precision"), [(0, (2, 2), "bf16"), (2, (2, 2), None), (3, (2, 2), "bf16"), (3, (1, 4), None)]
 )
@@ -323,7 +313,6 @@ def test_all_configurations_have_a_flag() -> None:
     assert get_args(ConfigurationName) == tuple(CONFIGURATIONS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "flags", "stage", "offload"),
     [
@@ -357,7 +346,6 @@ def test_the_gpt_recomputes_its_blocks_and_offloading_implies_it() -> None:
         assert ("blocks    recomputed" in dry_run(options, ranks=2)) == kept
 
 
-@pytest.mark.slow
 def test_a_dry_run_tells_the_memory_of_a_divided_model() -> None:
     command = "--model paper-100b --ranks 400 --tensor 16 --configuration C4 --precision bf16 --micro-batch 32"
     told = dry_run(read_options(command.split()), ranks=400)

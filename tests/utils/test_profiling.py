@@ -154,7 +154,6 @@ def expected_stage_1() -> list[Label]:
     return step + [Label(f"unshard {unit!r}", ()) for unit in UNITS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "expected"), [(3, expected_stage_3()), (1, expected_stage_1())])
 def test_the_trace_of_a_step_has_labels_in_order_and_counts_the_collectives(
     stage: int, expected: list[Label], tmp_path: Path
@@ -174,7 +173,6 @@ def test_the_trace_of_a_step_has_labels_in_order_and_counts_the_collectives(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace-rank0.json", "trace-rank1.json"]
 
 
-@pytest.mark.slow
 def test_the_worker_thread_of_offloaded_states_has_its_own_lane(tmp_path: Path) -> None:
     for trace, _ in run_processes(2, traced, str(tmp_path), {"stage": 2, "offload": {"optimizer": "host"}}):
         found = labels(trace)
@@ -330,7 +328,6 @@ def test_any_name_gives_a_trace_that_is_json(tmp_path: Path) -> None:
         assert read(other.path)
 
 
-@pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_with_and_without_a_profiler() -> None:
     from torch._dynamo.testing import CompileCounter  # takes a second
 
