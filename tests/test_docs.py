@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from pathlib import Path
@@ -42,6 +43,19 @@ def test_links_and_source_paths_exist(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
     for path in re.findall(r"`((?:\w+/)+\w+\.(?:py|c))`", text):
         assert (ROOT / path).exists() or (ROOT / "src/zeroshard" / path).exists(), path
+
+
+def test_every_promise_has_a_test() -> None:
+    promises = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs/guarantees.md").read_text("utf-8"), re.M)
+    marked = [
+        decorator.args[0].value
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for decorator in getattr(node, "decorator_list", ())
+        if ast.unparse(decorator).startswith("pytest.mark.guarantee(")
+    ]
+    assert len(promises) == len(set(promises)) > 30
+    assert set(marked) == {name.replace("`", "") for name in promises}
 
 
 def test_names_on_the_architecture_page_are_in_the_source() -> None:

@@ -109,6 +109,7 @@ def train(rank: int, model: nn.Module, mode: str, stage: int | None, before: boo
 FINER = ("*.up", "*.down", "*.norm")  # units, than the blocks
 
 
+@pytest.mark.guarantee("Recomputed blocks")
 @pytest.mark.parametrize(("stage", "units"), [(None, None), (0, None), (3, None), (3, FINER)])
 def test_training_is_bit_equal_to_torchs_checkpointing(stage: int | None, units: Any) -> None:
     model = make_net(blocks=4)

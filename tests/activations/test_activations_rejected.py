@@ -229,6 +229,7 @@ def test_a_cache_that_is_wanted_outside_of_training_is_filled() -> None:
     torch.testing.assert_close(model(ids[:, 4:], past_key_values=first.past_key_values).logits[:, -1], plain[:, -1])
 
 
+@pytest.mark.guarantee("Recomputation after a change")
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mm.default]])
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_a_backward_after_parameters_changed_is_refused(stage: int | None, policy: Any) -> None:
@@ -265,6 +266,7 @@ class TiedHead(nn.Module):
         return head + self.inputs(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.guarantee("Recomputation after a change")
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mm.default]])
 @pytest.mark.parametrize("is_given", [True, False])

@@ -99,6 +99,7 @@ def eval_between(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.guarantee("Buffers of recomputed blocks")
 @pytest.mark.parametrize(
     ("how", "block", "loss"), pairwise(["whole", "nested", "policy"], BLOCKS, [loss_of, eval_between])
 )

@@ -127,6 +127,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Source, tuple[Path
     return found
 
 
+@pytest.mark.guarantee("Loads anywhere")
 @pytest.mark.parametrize(("world", "stage"), [*sorted(WORLDS), (1, PLAIN)])
 def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
     world: int, stage: int | None, written: dict[Source, tuple[Path, Everything, Everything]]

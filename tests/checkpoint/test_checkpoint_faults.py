@@ -207,6 +207,7 @@ def test_runs_are_killed_and_every_survivor_ends_by_itself(killed: list[Trial]) 
             assert (rank.code == 1) == bool(rank.error)
 
 
+@pytest.mark.guarantee("Killed saves")
 @pytest.mark.parametrize("who", WHO)
 def test_what_a_killed_run_leaves_is_whole(killed: list[Trial], who: str) -> None:
     assert "".join(trial.broken for trial in killed if trial.who == who) == ""

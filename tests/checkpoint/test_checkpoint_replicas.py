@@ -81,6 +81,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.guarantee("Local steps")
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_a_run_continues_to_the_bit_from_between_and_from_averages(tmp_path: Path, options: Any) -> None:
     data, moments = batches(5), (1, 2, 3)  # averages come after steps 2 and 4

@@ -205,6 +205,7 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
 }
 
 
+@pytest.mark.guarantee("Hostile indexes")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_index_is_refused_before_anything_changes(what: str, sound: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(sound, tmp_path / "step-2"))
@@ -255,6 +256,7 @@ def places(value: Any, steps: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([steps] if steps else []), *(place for key, child in children for place in places(child, (*steps, key)))]
 
 
+@pytest.mark.guarantee("Hostile indexes")
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, sound: Path, tmp_path: Path) -> None:
@@ -359,6 +361,7 @@ def test_commands_tell_a_hostile_index_in_a_line(
 # ------------------------------------------------------------------------------------- which are kept, and by whom
 
 
+@pytest.mark.guarantee("Kept checkpoints")
 def test_checkpoints_go_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for step in (100, 200):
@@ -392,6 +395,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path, m
     assert (tmp_path / "latest").read_text() == "step-2\n"
 
 
+@pytest.mark.guarantee("Kept checkpoints")
 def test_a_save_under_way_is_not_pruned_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     zeroshard.save(tmp_path / "step-1", model)

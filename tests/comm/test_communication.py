@@ -54,6 +54,7 @@ def sizes_of(events, kind: str) -> list[int]:
     return [nbytes for name, nbytes in events if name == kind]
 
 
+@pytest.mark.guarantee("Traffic")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: int, world: int) -> None:
@@ -97,6 +98,7 @@ def measure_wire(
     return counted * (size - 1) / size, received
 
 
+@pytest.mark.guarantee("Traffic")
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes with Linux's TCP_INFO")
 @pytest.mark.parametrize(
     ("axes", "stage", "partition"),
@@ -161,6 +163,7 @@ def sum_with_delays(rank: int, world: int, dtype: torch.dtype) -> None:
     assert comm.counters.total["reduce-scatter"] == Traffic(2, 2 * packed.nbytes)
 
 
+@pytest.mark.guarantee("Order of sums")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_sums_in_the_order_of_the_ranks_and_keeps_its_input(world: int, dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return values.masked_fill(zeros, 0.0)
 
 
+@pytest.mark.guarantee("Collectives in 8 bits")
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=60, deadline=None)
 @given(values=tensors())
@@ -68,6 +69,7 @@ def test_the_largest_numbers_of_16_bits_stay_finite(dtype: str, out: torch.dtype
     ).all()
 
 
+@pytest.mark.guarantee("Collectives in 8 bits")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_block_with_a_value_that_is_not_finite_becomes_nan(dtype: str, bad: float) -> None:

@@ -76,6 +76,7 @@ def test_different_models_are_an_error_on_every_rank_that_names_parameter_and_ra
     assert [int(rank) for rank in re.findall(r"rank (\d): ", texts[0])] == complaining
 
 
+@pytest.mark.guarantee("Ranks that disagree")
 @pytest.mark.parametrize(
     ("option", "here", "there"),
     [
@@ -147,6 +148,7 @@ def nccl_settings(rank: int, device: str, value: str) -> str:
     return ""
 
 
+@pytest.mark.guarantee("Ranks that disagree")
 def test_different_nccl_settings_are_an_error_on_every_rank_that_uses_nccl() -> None:
     for text in run_processes(2, nccl_settings, "cuda", "1048576"):
         assert "rank 1: NCCL_BUFFSIZE is 1048576 here and not set on rank 0" in text

@@ -109,6 +109,7 @@ def run_cases(
         forks.close()
 
 
+@pytest.mark.guarantee("Failed ranks")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     assert_others_are_told(case, outcomes[case.name])
@@ -131,6 +132,7 @@ def assert_others_are_told(case: Case, outcomes: list[Outcome]) -> None:
             assert float(stated[1]) < told["waited"] + 0.2, told
 
 
+@pytest.mark.guarantee("Slow ranks")
 @pytest.mark.parametrize("case", HARMLESS, ids=lambda case: case.name)
 def test_what_needs_no_other_rank_and_what_is_slow_is_not_an_error(
     case: Case, outcomes: dict[str, list[Outcome]]
@@ -249,6 +251,7 @@ def watches() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == heartbeat_monitor.THREAD_NAME}
 
 
+@pytest.mark.guarantee("Threads")
 def test_a_model_that_is_gone_leaves_no_thread() -> None:
     started, before = threading.Barrier(2), watches()
 

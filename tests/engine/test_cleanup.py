@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 import subprocess
 import sys
 import textwrap
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -323,15 +321,6 @@ def test_no_hook_of_the_library_stays_on_an_output_that_outlives_the_model(stage
 
     plain = make_net()
     assert run_threads(2, body) == [(True, True)] * 2
-
-
-def test_every_guarantee_names_a_test_that_exists() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", page)
-    assert len(named) > 30
-    for file, test in named:
-        (path,) = Path(__file__).parents[1].rglob(file)
-        assert f"def {test}(" in path.read_text(), f"{file}::{test}"
 
 
 def test_the_old_name_of_unwrap_says_the_new_one() -> None:

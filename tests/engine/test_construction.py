@@ -313,6 +313,7 @@ def allocations(stage: int, world: int, precision: str | None):
     return found
 
 
+@pytest.mark.guarantee("Meta device")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 4), (2, 4), (3, 2), (3, 4)])
 def test_a_rank_never_allocates_more_than_its_shards_and_one_unit(
@@ -413,6 +414,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.guarantee("Other wrappers")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_right_afterwards_is_refused_by_name(what: str) -> None:
     make, message = REFUSED[what]
@@ -469,6 +471,7 @@ def refused_wrappers(rank: int, stage: int) -> list[str]:
     return said
 
 
+@pytest.mark.guarantee("Other wrappers")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
     for said in run_processes(2, refused_wrappers, stage):
@@ -480,6 +483,7 @@ def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
         assert all(("another nn.Parameter" if stage == 0 else "partitioned over the ranks") in t for t in said[6:])
 
 
+@pytest.mark.guarantee("Missing process group")
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """Started by torchrun, srun or mpirun, every rank would train a model of its own."""
@@ -522,6 +526,7 @@ HOLDERS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.guarantee("Parameters' memory used elsewhere")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_memory_of_parameters_that_is_also_used_elsewhere_is_told(holder: str, stage: int) -> None:

@@ -65,6 +65,7 @@ def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, 
     run_threads(2, body)
 
 
+@pytest.mark.guarantee("gathered()")
 @pytest.mark.parametrize(("stage", "options", "world"), pairwise(STAGES, PLACES, [1, 2]), ids=str)
 def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: dict[str, Any], world: int) -> None:
     plain, batch = make_net(), batches(1)[0]
@@ -95,6 +96,7 @@ def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: 
     run_threads(world, body)
 
 
+@pytest.mark.guarantee("gathered()")
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_inside_a_block_is_plain_until_the_step(stage: int) -> None:
     """Forward inside, backward inside or outside, forward before and backward inside: the plain gradients."""
@@ -258,6 +260,7 @@ def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: 
 MORE_PLACES = [*PLACES, {"precision": "fp16"}, {"precision": "bf16", "offload": "host"}]
 
 
+@pytest.mark.guarantee("Edits in place")
 @pytest.mark.parametrize(("stage", "options", "world"), pairwise([0, 1, 2], MORE_PLACES, [1, 2]), ids=str)
 def test_edits_in_place_count_whenever_they_are_made(stage: int, options: dict[str, Any], world: int) -> None:
     plain, data = make_net(), batches(3)
@@ -306,6 +309,7 @@ def load_block(model: nn.Module, rank: int) -> None:
     model.get_submodule("blocks.1").load_state_dict(make_net(5 + rank).get_submodule("blocks.1").state_dict())
 
 
+@pytest.mark.guarantee("Edits that differ by rank")
 @pytest.mark.parametrize("options", [*PLACES, {"precision": "bf16", "offload": "host"}], ids=str)
 @pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -330,6 +334,7 @@ def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any
     run_threads(2, body)
 
 
+@pytest.mark.guarantee("Edits that differ by rank")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -391,6 +396,7 @@ class Clamped(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.guarantee("Forwards that change weights")
 @pytest.mark.parametrize(("stage", "through_data", "options"), pairwise(STAGES, [False, True], PLACES), ids=str)
 def test_a_forward_that_changes_its_weights_is_right_or_refused(
     stage: int, through_data: bool, options: dict[str, Any]
@@ -419,6 +425,7 @@ def test_a_forward_that_changes_its_weights_is_right_or_refused(
             torch.testing.assert_close(value, expected.get_parameter(name).detach(), atol=2e-3, rtol=2e-2)
 
 
+@pytest.mark.guarantee("Replaced data")
 @pytest.mark.parametrize("change", ["data", "vector", "dtype", "format"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stage: int, change: str) -> None:
@@ -447,6 +454,7 @@ def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stag
     run_threads(2, body)
 
 
+@pytest.mark.guarantee("Graphs from before a step")
 @pytest.mark.parametrize("options", PLACES, ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_over_a_graph_older_than_the_step_raises(stage: int, options: dict[str, Any]) -> None:
@@ -506,6 +514,7 @@ def test_a_numpy_array_of_a_gathered_parameter_keeps_its_values(precision: str |
             assert (view == values).all()
 
 
+@pytest.mark.guarantee("States that are away")
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
     def body(rank: int) -> None:
@@ -524,6 +533,7 @@ def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.guarantee("Edits in stage 3")
 def test_between_a_forward_and_its_backward_parameters_are_partitioned_too() -> None:
     """Stage 3 keeps the model's own in memory for backward; what is written there would be lost."""
 

@@ -130,6 +130,7 @@ NONE, ALL = [0] * (BLOCKS + 1), [0, 1, 2, 3, 4]  # when backward reaches a block
 # ------------------------------------------------------------------------------------------------ inside backward
 
 
+@pytest.mark.guarantee("Reduced early")
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 @every_stage
 def test_each_unit_is_reduced_when_it_is_done_once_two_steps_were_alike(stage: int, run: Any) -> None:
@@ -221,6 +222,7 @@ def train(rank: int, world: int, stage: int, options: dict[str, Any], mesh: tupl
     return full_parameters(model), norms, reads
 
 
+@pytest.mark.guarantee("Reduced early")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @every_stage
 def test_the_numbers_are_those_of_reducing_in_the_step(stage: int, options: dict[str, Any]) -> None:
@@ -404,6 +406,7 @@ def follow(
     return found
 
 
+@pytest.mark.guarantee("Reduced early")
 @pytest.mark.parametrize(
     ("habit", "make", "backwards"), pairwise([*HABITS, raising_then_backward], [Penalty, Frozen], [None, 1])
 )
@@ -556,6 +559,7 @@ def clear_alone(rank: int, stage: int, how: str) -> str:
     return "no error"
 
 
+@pytest.mark.guarantee("Gradients cleared alone")
 @pytest.mark.parametrize("how", ["None", "zero", "parameter"])
 @every_stage
 def test_a_rank_that_clears_reduced_gradients_alone_is_told(stage: int, how: str) -> None:
@@ -671,6 +675,7 @@ def use_own_collectives(rank: int, stage: int, groups: str) -> dict[str, torch.T
     return full_parameters(model)
 
 
+@pytest.mark.guarantee("Several models in one loss")
 def test_reductions_are_not_mixed_up_with_collectives_of_the_user_inside_backward() -> None:
     """Ranks that use other units reduce these sooner or later than the user's collective."""
     kinds = [(stage, groups) for groups in ("default", "mesh") for stage in (0, 1)]
@@ -709,6 +714,7 @@ def train_in_one_loss(rank: int, stage: int, models: int) -> list[torch.Tensor]:
     return [value for model, _ in pairs for value in full_parameters(model).values()]
 
 
+@pytest.mark.guarantee("Several models in one loss")
 @pytest.mark.parametrize("stage", range(4))
 def test_reductions_of_two_models_in_one_loss_are_not_mixed_up(stage: int) -> None:
     """A rank that has no gradient of a unit reduces it after the other model's units."""

@@ -211,6 +211,7 @@ def pipeline(first: float, second: float) -> float:
     return first + (LAYERS - 1) * max(first, second) + second
 
 
+@pytest.mark.guarantee("Overlap")
 @pytest.mark.parametrize("collectives", [FASTER, EQUAL, SLOWER])
 def test_partitioned_parameters_are_gathered_and_gradients_reduced_while_layers_compute(
     collectives: tuple[float, float],
@@ -224,6 +225,7 @@ def test_partitioned_parameters_are_gathered_and_gradients_reduced_while_layers_
     assert overlapped.step == sequential.step == 0
 
 
+@pytest.mark.guarantee("Overlap")
 @pytest.mark.parametrize("collectives", [FASTER, EQUAL, SLOWER])
 def test_stage_2_reduces_in_backward_and_gathers_in_the_next_forward(collectives: tuple[float, float]) -> None:
     gather, reduction = collectives

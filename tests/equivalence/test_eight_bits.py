@@ -96,6 +96,7 @@ def train(
     return full_parameters(model)
 
 
+@pytest.mark.guarantee("Collectives in 8 bits")
 @pytest.mark.parametrize(
     ("dtype", "world", "sends"),
     pairwise(EIGHT_BITS, [2, 3, 4], [("gather_dtype",), ("reduce_wire",), ("gather_dtype", "reduce_wire")]),
@@ -128,6 +129,7 @@ def test_gloo_processes_give_the_same_numbers() -> None:
         assert_close(parameters, wanted, 1e-6)
 
 
+@pytest.mark.guarantee("Collectives in 8 bits")
 @pytest.mark.parametrize(("dtype", "precision", "bucket_size"), pairwise(EIGHT_BITS, [None, "bf16"], [2**25, 256]))
 def test_stages_1_to_3_reduce_to_the_same_bits(dtype: str, precision: str | None, bucket_size: int) -> None:
     model = make_net(width=16)
@@ -245,6 +247,7 @@ def unchanged_by_gathers(rank: int, model: nn.Module, folder: Path, options: dic
     assert_equal(full_parameters(loaded), exact)
 
 
+@pytest.mark.guarantee("Collectives in 8 bits")
 def test_gathers_change_no_value_that_is_kept(tmp_path: Path) -> None:
     run_threads(2, unchanged_by_gathers, make_net(width=16), tmp_path, {})
 

@@ -115,6 +115,7 @@ def test_a_mesh_that_process_groups_would_sort_is_an_error(partition: str) -> No
     run_threads(4, body)
 
 
+@pytest.mark.guarantee("Partitions of a mesh")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}, {"bucket_size": 128}])
 def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, Any]) -> None:
     """Over two axes of two ranks, sums have one order: inside the inner axis first."""

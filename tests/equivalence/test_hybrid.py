@@ -143,6 +143,7 @@ def test_a_mesh_of_three_axes_is_refused_with_what_is_wanted() -> None:
     run_threads(4, body)
 
 
+@pytest.mark.guarantee("Axes of the mesh")
 @pytest.mark.parametrize("name", ["pipeline", "pp", "ep", "cp", "context", "stage"])
 def test_an_axis_that_is_not_data_parallel_is_refused_and_its_sub_mesh_named(name: str) -> None:
     def body(rank: int) -> None:

@@ -51,6 +51,7 @@ LAYOUTS_AND_OPTIONS = [
 ]
 
 
+@pytest.mark.guarantee("Partitions of a mesh")
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("row", range(len(LAYOUTS_AND_OPTIONS)))
 def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
@@ -71,6 +72,7 @@ def test_gloo_processes_give_the_plain_numbers() -> None:
         assert_close(parameters, wanted, 1e-5)
 
 
+@pytest.mark.guarantee("Partitions of a mesh")
 @pytest.mark.parametrize(
     "options",
     [
@@ -428,6 +430,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.guarantee("Partitions of a mesh")
 @pytest.mark.parametrize(("stage", "partition", "backwards", "options", "gradients", "traffic"), ROWS)
 def test_memory_and_bytes_by_axis_are_the_formula(
     stage: int, partition: str, backwards: int, options: dict[str, Any], gradients: float, traffic

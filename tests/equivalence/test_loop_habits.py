@@ -185,6 +185,7 @@ CASES = [("fp32", clip, stage) for clip in CLIPS for stage in (0, 1, 2, 3)] + [
 ]
 
 
+@pytest.mark.guarantee("Clipping")
 @pytest.mark.parametrize(("place", "clip", "stage"), CASES)
 def test_torchs_clipping_is_that_of_the_plain_run(place: str, clip: str, stage: int) -> None:
     for world in (1, 3) if stage == 3 else (3,):
@@ -230,6 +231,7 @@ def zero_optimizer(model: Any, optimizer: Any, to_none: bool) -> None:
     optimizer.zero_grad(to_none)
 
 
+@pytest.mark.guarantee("zero_grad")
 @pytest.mark.parametrize(
     ("zero", "place", "stage"), pairwise([zero_model, zero_block, zero_optimizer], PLACES, [0, 1, 2, 3])
 )
@@ -296,6 +298,7 @@ def test_a_gradient_put_there_before_the_first_backward_is_cleared(zero: Any, to
 # ---------------------------------------------------------------------------------------------- reading p.grad
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
 @every_stage
 @every_place
 def test_a_gradient_can_be_read_and_changed(options: dict[str, Any], stage: int) -> None:
@@ -407,6 +410,7 @@ def with_scaler(model: Any, optimizer: Any, data: Any) -> list[float]:
     return found
 
 
+@pytest.mark.guarantee("GradScaler")
 @every_stage
 @pytest.mark.parametrize(
     "options", [{}, BF16, FP16, HOST, {**FP16, **HOST}], ids=["fp32", "bf16", "fp16", "host", "fp16 host"]
@@ -419,6 +423,7 @@ def test_torchs_grad_scaler_works_as_in_a_plain_loop(options: dict[str, Any], st
 # ------------------------------------------------------------------------------ the optimizer given to shard()
 
 
+@pytest.mark.guarantee("The optimizer before shard()")
 @every_stage
 @pytest.mark.parametrize("options", [{}, HOST, BF16], ids=["fp32", "host", "bf16"])
 def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, Any], stage: int) -> None:
@@ -474,6 +479,7 @@ def test_groups_show_the_models_parameters_and_the_inner_options() -> None:
 # ----------------------------------------------------------------------------------------------- fp16's loss scale
 
 
+@pytest.mark.guarantee("fp16")
 @pytest.mark.parametrize(
     ("scales", "options", "stage"), pairwise([True, False], [{}, {"reduce_dtype": "fp32"}, HOST], [0, 1, 2, 3]), ids=str
 )
@@ -535,6 +541,7 @@ def test_the_scale_may_change_between_backwards_that_are_summed(stage: int) -> N
     assert_same_as_plain(loop, 2, stage=stage, **FP16)
 
 
+@pytest.mark.guarantee("fp16")
 @every_stage
 def test_scaled_and_unscaled_losses_are_not_added_up(stage: int) -> None:
     def body(rank: int) -> None:
@@ -572,6 +579,7 @@ def test_a_rank_that_does_not_scale_is_noticed(stage: int) -> None:
 # --------------------------------------------------------------------------------------------- hyper-parameters
 
 
+@pytest.mark.guarantee("Ranks that disagree")
 @every_stage
 @pytest.mark.parametrize("make_optimizer", [sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-3))])
 def test_learning_rates_that_differ_by_rank_are_refused(make_optimizer: Any, stage: int) -> None:
@@ -634,6 +642,7 @@ def test_replaced_param_groups_are_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.guarantee("Optimizer states")
 @pytest.mark.parametrize("change", ["remove", "add", "replace"])
 def test_groups_that_are_changed_in_the_list_are_refused(change: str) -> None:
     model = nn.Linear(2, 2)
@@ -658,6 +667,7 @@ INNER_HABITS: dict[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("Optimizer states")
 @pytest.mark.parametrize("habit", INNER_HABITS)
 def test_the_optimizer_given_to_shard_is_not_changed_behind_its_shards(habit: str) -> None:
     model = nn.Linear(2, 2)
@@ -679,6 +689,7 @@ STATE_HABITS: dict[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("Optimizer states")
 @pytest.mark.parametrize("habit", STATE_HABITS)
 def test_the_state_of_a_parameter_of_the_model_is_not_silently_empty(habit: str) -> None:
     model = nn.Linear(2, 2)
@@ -689,6 +700,7 @@ def test_the_state_of_a_parameter_of_the_model_is_not_silently_empty(habit: str)
         STATE_HABITS[habit](optimizer, model.weight)
 
 
+@pytest.mark.guarantee("Optimizer states")
 def test_a_replaced_state_is_refused_and_a_cleared_one_is_that_of_a_new_optimizer() -> None:
     model = nn.Linear(2, 2)
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -737,6 +749,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.guarantee("Writes into gradients that would be lost")
 @pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, BF16), (3, {})])
 def test_a_write_into_a_part_of_a_gradient_is_refused_and_changes_nothing(stage: int, options: Any) -> None:
     def body(rank: int) -> None:
@@ -783,10 +796,12 @@ def _collectives(rank: int) -> None:
     optimizer.step()
 
 
+@pytest.mark.guarantee("Writes into gradients that would be lost")
 def test_a_collective_over_a_gradient_is_refused() -> None:
     run_processes(2, _collectives)
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
 @every_stage
 @every_place
 def test_a_gradient_can_be_replaced(options: dict[str, Any], stage: int) -> None:
@@ -819,6 +834,7 @@ def test_a_gradient_can_be_replaced(options: dict[str, Any], stage: int) -> None
         assert_same_as_plain(loop, world, stage=stage, **options)
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
 @every_stage
 def test_all_gradients_can_be_set_by_hand(stage: int) -> None:
     """PCGrad, DP-SGD, assigned results of autograd.grad: also where no backward has left one."""
@@ -853,6 +869,7 @@ def test_a_gradient_of_another_shape_is_refused(stage: int) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("seen", [False, True])
 def test_gradients_of_a_forward_that_ran_no_hook_are_those_of_all_ranks(seen: bool, stage: int) -> None:
@@ -892,6 +909,7 @@ def test_an_unscaled_autograd_grad_may_come_before_the_scaled_backward(stage: in
         assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **FP16)
 
 
+@pytest.mark.guarantee("Evaluation with other values")
 @pytest.mark.parametrize("options", [BF16, {**BF16, **HOST}], ids=["device", "host"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_evaluation_with_swapped_weights_does_not_round_masters(stage: int, options: dict[str, Any]) -> None:
@@ -933,6 +951,7 @@ def _freezes_on_rank_1(rank: int, stage: int, reads: bool) -> str:
     return ""
 
 
+@pytest.mark.guarantee("Frozen on one rank")
 @every_stage
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_parameter_frozen_on_one_rank_is_noticed(reads: bool, stage: int) -> None:

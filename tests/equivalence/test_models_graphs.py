@@ -285,6 +285,7 @@ class RunsAgain(Continuous):
         return x
 
 
+@pytest.mark.guarantee("Nested backwards")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [SolvesBackward, HooksInside, ReachesAhead, RunsAgain])
 def test_a_backward_inside_backward(kind: Any, stage: int) -> None:
@@ -414,6 +415,7 @@ def _three_steps(rank: int, kind: Any, act: Any, sharded: bool) -> dict[str, tor
     return full_parameters(model) if sharded else {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.guarantee("Nested calls")
 @pytest.mark.parametrize(
     ("kind", "act"),
     [
@@ -450,5 +452,6 @@ def _hold_memory(rank: int) -> None:
             torch.testing.assert_close(held.clone(), values[:4] if part else values)
 
 
+@pytest.mark.guarantee("Nested calls")
 def test_what_a_forward_returns_of_a_parameters_memory_can_be_read_later() -> None:
     run_processes(2, _hold_memory)

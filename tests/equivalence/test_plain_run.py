@@ -121,6 +121,7 @@ def net() -> nn.Module:
 # -------------------------------------------------------------------------------------- optimizers, worlds, sizes
 
 
+@pytest.mark.guarantee("All stages alike")
 @pytest.mark.parametrize(  # an optimizer sees a shard, not how many there are
     ("kind", "world"), [("AdamW fused", 1), *((kind, 2) for kind in OPTIMIZERS), ("SGD with momentum", 3), ("Lion", 4)]
 )
@@ -231,6 +232,7 @@ def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: lis
         model.zero_grad()
 
 
+@pytest.mark.guarantee("Groups and schedules")
 @pytest.mark.parametrize(
     ("kind", "named", "world"),
     [
@@ -283,6 +285,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.guarantee("Groups and schedules")
 @pytest.mark.parametrize("before_shard", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_lr_schedulers_equal_the_plain_run(schedule: str, before_shard: bool) -> None:

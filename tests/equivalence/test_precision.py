@@ -79,6 +79,7 @@ class Reference:
 
 # Not the fused kernels: on a CPU they round an element by whether it lies in a full vector or in the tail of its
 # tensor, and runs have other tails than parameters. On a GPU they are compared too, in test_gpu.py.
+@pytest.mark.guarantee("Masters in bf16")
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: float | None) -> None:
@@ -187,6 +188,7 @@ def train(
     return full_parameters(model), dict(zeroshard.unwrap(model).named_parameters()), states, norms_by_step
 
 
+@pytest.mark.guarantee("All stages alike")
 @pytest.mark.parametrize(
     ("world", "max_norm", "precision"), [(2, None, "bf16"), (2, 0.1, "fp16"), (3, 0.1, "bf16"), (3, None, "fp16")]
 )

@@ -218,6 +218,7 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
     run_state_machine_as_test(machine, settings=chosen)
 
 
+@pytest.mark.guarantee("Random calls")
 def test_a_sharded_model_stays_equal_to_a_plain_one() -> None:
     run_sequences(100, 1, 12)
 
@@ -373,6 +374,7 @@ SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantee("Random calls")
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:

@@ -171,6 +171,7 @@ def test_the_kernels_take_no_tensor_of_another_device(monkeypatch: pytest.Monkey
         kernels.cast(given)
 
 
+@pytest.mark.guarantee("Float8 layers")
 def test_it_is_torchaos_recipe() -> None:
     """Without a bias, which torchao adds after the product is rounded."""
     torchao = pytest.importorskip("torchao.float8")
@@ -222,6 +223,7 @@ def train_reference(model: nn.Module, data: list[torch.Tensor], ranks: int) -> d
     return {name: p.detach().bfloat16() for name, p in masters.items()}
 
 
+@pytest.mark.guarantee("Float8 layers")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stages_train_like_one_process(ranks: int) -> None:
     data = batches(4)
@@ -411,6 +413,7 @@ class Mixed(nn.Module):
         self.table = nn.Parameter(torch.zeros(32, 32))
 
 
+@pytest.mark.guarantee("Float8 layers")
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_the_report_lists_the_layers_that_do_not_compute_in_float8() -> None:
     model, _ = zeroshard.shard(Mixed(), precision="fp8", keep_fp32=["exact"], keep_bf16=["kept"])

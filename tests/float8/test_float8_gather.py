@@ -68,6 +68,7 @@ def gathered_values(rank: int, world: int, **options: Any) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.guarantee("Float8 layers")
 @pytest.mark.parametrize("options", [{}, {"cast_on_gather": False}, {"bucket_size": 200}, {"prefetch": False}], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_layers_get_the_bf16_weight_cast_to_the_bit(world: int, options: dict[str, Any]) -> None:

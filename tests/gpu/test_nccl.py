@@ -226,6 +226,7 @@ def compare(world: int, case: Case, relative: float = 2e-5) -> list[Result]:
     return found
 
 
+@pytest.mark.guarantee("NCCL")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_equals_ddp(stage: int, world: int) -> None:
@@ -333,6 +334,7 @@ def test_different_nccl_settings_are_an_error_on_every_rank() -> None:
         assert "NCCL_BUFFSIZE is 1048576 here and" in text
 
 
+@pytest.mark.guarantee("NCCL")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_spoilt_gradient_on_one_rank_is_found(stage: int) -> None:
     with pytest.raises(AssertionError, match="not close"):

@@ -25,6 +25,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     return run_cases([*CASES, *HARMLESS], tmp_path_factory, BACKEND)
 
 
+@pytest.mark.guarantee("After a failure")
+@pytest.mark.guarantee("Failed ranks")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     assert_others_are_told(case, outcomes[case.name])

@@ -184,6 +184,7 @@ def compare(rank: int) -> Any:
         return found, mixed, held_in_no_sync()
 
 
+@pytest.mark.guarantee("Accelerate")
 def test_every_stage_trains_as_accelerates_own_ddp() -> None:
     (found, mixed, held), _ = run_processes(2, compare)
     for reference, *others in found.values():
@@ -288,6 +289,7 @@ def second_part(rank: int, world: int, zero: dict[str, Any], project: Path) -> d
         return run.result(run.train(run.accelerator.skip_first_batches(run.loader, 4)) + run.train(run.loader))
 
 
+@pytest.mark.guarantee("Accelerate")
 def test_a_checkpoint_is_resumed_on_any_number_of_ranks_at_any_stage(tmp_path: Path) -> None:
     expected, _ = run_processes(2, first_part, {"stage": 3}, tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]

@@ -175,6 +175,7 @@ LOST = """
 """.split()
 
 
+@pytest.mark.guarantee("DeepSpeed configurations")
 def test_every_documented_key_is_known_and_none_that_changes_numbers_is_dropped() -> None:
     keys = read_deepspeed(DOCUMENTED)
     assert [key.key for key in keys if key.kind == UNKNOWN] == []

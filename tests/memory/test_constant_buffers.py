@@ -103,6 +103,7 @@ def grown(stage: int, precision: str, deeper: bool) -> dict[int, Found]:
     return found
 
 
+@pytest.mark.guarantee("Constant buffers")
 @every_way_to_grow
 @every_stage
 def test_buffers_of_models_of_1_4_and_16_times_the_parameters_are_the_same(

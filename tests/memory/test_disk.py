@@ -474,6 +474,7 @@ USES: dict[str, Callable[[Any, Any, Path], object]] = {  # what reads or writes 
 }
 
 
+@pytest.mark.guarantee("States that are away")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_file_that_was_cut_off_is_an_error_and_not_the_end_of_the_process(
     precision: str | None, tmp_path: Path

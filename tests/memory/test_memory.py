@@ -80,6 +80,7 @@ def count_at_rest(rank: int, stage: int):
     return [*counted, (zeroshard.report(model), live_bytes() - before)]
 
 
+@pytest.mark.guarantee("Bytes at rest")
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_bytes_at_rest_equal_the_formula_by_the_report_and_by_the_live_tensors(stage: int, world: int) -> None:
     with_gradients = formula(stage, world) * PSI
@@ -133,6 +134,7 @@ def peaks(stage: int, world: int):
     return found
 
 
+@pytest.mark.guarantee("Peak of a step")
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_peak_of_a_step_stays_under_the_bound_by_the_report_and_by_the_allocator(stage: int, world: int) -> None:
     report, peak, left = peaks(stage, world)

@@ -78,6 +78,7 @@ def rounding_here(kind: Any, fused: bool) -> Rounding:
     return rounding
 
 
+@pytest.mark.guarantee("CPU updates")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way), "for-loop"))
 @pytest.mark.parametrize(("kind", "chosen"), ADAMS)
 def test_adam_gives_torchs_bits(
@@ -161,6 +162,7 @@ def tried_again() -> Iterator[None]:
     detect_torch_rounding.cache_clear()
 
 
+@pytest.mark.guarantee("CPU updates")
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, tried_again: None, kind: Any

@@ -62,6 +62,7 @@ def train(
 ignore = pytest.mark.filterwarnings("ignore:.*between two averages")
 
 
+@pytest.mark.guarantee("Local steps")
 @ignore
 @pytest.mark.parametrize(  # buckets and the number of replicas with one outer optimizer: it sees slices
     ("shape", "bucket_size", "outer"),
@@ -274,6 +275,7 @@ class Ungrouped(nn.Module):
         return ((x * self.first - self.free) * self.last).square().mean()
 
 
+@pytest.mark.guarantee("Parameters in no group")
 @pytest.mark.parametrize("outer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.ASGD, None])
 @pytest.mark.parametrize(("stage", "shape"), [(0, (3,)), (3, (2, 2)), (1, (2, 2))])
 def test_parameters_in_no_group_are_left_as_they_are(stage: int, shape: tuple[int, ...], outer: Any) -> None:
@@ -531,6 +533,7 @@ def test_parameters_that_are_stored_together_cannot_be_added_to_two_optimizers(s
 # ------------------------------------------------------------------------------------------- values between averages
 
 
+@pytest.mark.guarantee("Between two averages")
 def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
     def body(rank: int) -> None:
         model = make_net()
@@ -551,6 +554,7 @@ def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
     run_threads(4, body)
 
 
+@pytest.mark.guarantee("Between two averages")
 @pytest.mark.parametrize(
     "read", [lambda m: zeroshard.state_dict(m), lambda m: zeroshard.full_parameter(m, "head.bias")]
 )

@@ -55,6 +55,7 @@ def assert_unchanged(case: Case, *choices: Any) -> None:
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
+@pytest.mark.guarantee("Offload")
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizer_gives_the_bits_of_the_run_without_offload(number: int, native: bool, monkeypatch) -> None:
@@ -562,6 +563,7 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     assert held(model, "host")["buckets"] == staged + read
 
 
+@pytest.mark.guarantee("Edits during an update")
 def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own update runs on the host's thread, of the very optimizer that such a step calls."""
     module = sys.modules["torch.optim.rmsprop"]  # torch.optim.rmsprop is its function
@@ -586,6 +588,7 @@ def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.M
         torch.testing.assert_close(zeroshard.full_parameter(sharded, name), parameter.detach())
 
 
+@pytest.mark.guarantee("Edits during an update")
 def test_an_edit_right_after_a_step_is_not_written_over_by_its_update(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -292,6 +292,7 @@ def test_the_table_is_in_the_documentation() -> None:
     assert len(TABLE) >= 40 and all(row in text for row in rows), "\n".join(rows)
 
 
+@pytest.mark.guarantee("Any optimizer class")
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.usefixtures("tried_once")
 def test_a_class_is_right_or_refused(name: str) -> None:

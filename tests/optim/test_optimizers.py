@@ -166,6 +166,7 @@ TOGETHER: dict[type, str] = {
 }
 
 
+@pytest.mark.guarantee("Trial of an optimizer")
 @pytest.mark.parametrize("kind", [*WHOLE, *TOGETHER], ids=lambda kind: kind.__name__)
 def test_an_optimizer_that_looks_beyond_one_element_is_found_by_what_it_does(kind: Any) -> None:
     model = copy.deepcopy(MODEL)
@@ -343,6 +344,7 @@ REFUSED: dict[type, str] = {
 }
 
 
+@pytest.mark.guarantee("Trial of an optimizer")
 @pytest.mark.parametrize("kind", [*UNDECIDED, *REFUSED], ids=lambda kind: kind.__name__)
 def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
     model, random = copy.deepcopy(MODEL), torch.get_rng_state()
@@ -547,6 +549,7 @@ def averaged(model: Any, optimizer: Any, data: torch.Tensor, by: Any) -> list[to
     return outputs
 
 
+@pytest.mark.guarantee("Schedule-free optimizers")
 @pytest.mark.parametrize(
     ("stage", "precision", "offload"), pairwise([0, 1, 2, 3], [None, "bf16"], [None, "host"]), ids=str
 )
@@ -903,6 +906,7 @@ def test_another_default_dtype_changes_no_number(dtype: torch.dtype, case: str) 
 # ------------------------------------------------------------------------------------------------- hooks on step()
 
 
+@pytest.mark.guarantee("Step hooks")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon])
 def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int) -> None:
@@ -946,6 +950,7 @@ def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int
                 torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.guarantee("Step hooks")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Muon, Own])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_hooks_on_all_optimizers_run_once_a_step(scheduled: bool, kind: Any) -> None:
@@ -968,6 +973,7 @@ def test_hooks_on_all_optimizers_run_once_a_step(scheduled: bool, kind: Any) -> 
     assert seen == [optimizer] * 4
 
 
+@pytest.mark.guarantee("Step hooks")
 def test_a_replaced_step_is_refused_unless_a_scheduler_did_it() -> None:
     def lambda_of(step: Any) -> Any:
         return lambda *args: step(*args)

@@ -52,6 +52,7 @@ def routed(rank: int, stage: int) -> tuple[Routing | None, str]:
     return report.routing, str(report)
 
 
+@pytest.mark.guarantee("One rule for each group")
 @pytest.mark.usefixtures("tried_once")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_report_says_who_updates_what(stage: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,6 +108,7 @@ def test_states_that_cannot_be_known_are_not_guessed() -> None:
     assert routing.state_bytes_by_owner() is None
 
 
+@pytest.mark.guarantee("Groups without parameters")
 @pytest.mark.parametrize("is_added", [False, True])
 def test_a_group_whose_filter_matched_nothing_is_an_error(is_added: bool) -> None:
     model = net()

@@ -69,6 +69,7 @@ def train(rank: int, world: int, kind: Any, mesh_shape: Any, groups: dict[str, A
     return full, gradients, optimizer.state_dict()
 
 
+@pytest.mark.guarantee("Whole-parameter rules")
 @pytest.mark.parametrize(
     ("world", "mesh_shape", "groups", "options"),
     [

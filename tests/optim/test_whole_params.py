@@ -55,6 +55,7 @@ DATA = batches(4)
 WHOLE: dict[str, Any] = {"elementwise": False}  # not tried, which takes most of the time of these small runs
 
 
+@pytest.mark.guarantee("Whole-parameter rules")
 @pytest.mark.parametrize(
     ("make", "world"), [(lamb, 1), (lamb, 2), (lamb, 3), (lamb, 4), (adafactor, 1), (adafactor, 3)]
 )
@@ -504,6 +505,7 @@ def assert_same_states(ours: Any, wanted: Any) -> None:
 IN_BF16 = {"stage": 3, "precision": "bf16", "bucket_size": 300}
 
 
+@pytest.mark.guarantee("Offload")
 @pytest.mark.parametrize(
     ("make", "world", "options"),
     [(lamb, 1, {"stage": 1}), (lamb, 2, IN_BF16), (adafactor, 1, IN_BF16), (adafactor, 2, {"stage": 1})],

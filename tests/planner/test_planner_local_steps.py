@@ -64,6 +64,7 @@ def simulated(machine: Machine, ranks: int = 4, replicas: int = 2, accumulate: i
 # -------------------------------------------------------------------------------------------------- bytes
 
 
+@pytest.mark.guarantee("Plans with local steps")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("stage", "replicas", "accumulate", "outer"),
@@ -183,6 +184,7 @@ def planned(rate: float, **given: Any) -> Plans:
     return plan(gpt(), **{"devices": 8, "machine": node(rate, devices=4), "batch": 16, **OPEN, **given})
 
 
+@pytest.mark.guarantee("Plans with local steps")
 def test_local_steps_are_never_chosen() -> None:
     for given in ({}, {"allow_lossy": True}):
         found = planned(1e6, **given)

@@ -136,6 +136,7 @@ def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     assert len(pids) == 4 and not any(map(is_running, pids))
 
 
+@pytest.mark.guarantee("Rehearsals")
 @pytest.mark.parametrize(
     ("fault", "texts", "failed"),
     [
@@ -165,6 +166,7 @@ def test_a_rank_that_fails_is_named(
     assert not any(map(is_running, started_pids(tmp_path)))
 
 
+@pytest.mark.guarantee("Rehearsals")
 def test_a_script_that_hangs_is_ended_and_says_where(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +322,7 @@ def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tm
     assert ("all-to-all" in found["collectives"].text) == bool(stage)
 
 
+@pytest.mark.guarantee("Rehearsals")
 @pytest.mark.parametrize(
     ("fault", "stage", "name", "status", "text"),
     [

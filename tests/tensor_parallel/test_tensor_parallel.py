@@ -107,6 +107,7 @@ def compare(
         assert_close(ours, parameters, relative)
 
 
+@pytest.mark.guarantee("Tensor parallelism")
 @pytest.mark.parametrize(
     ("shape", "stage"), [((2, 2), 0), ((2, 2), 1), ((2, 2), 2), ((2, 2), 3), ((1, 2), 0), ((1, 2), 3), ((2, 1, 2), 2)]
 )

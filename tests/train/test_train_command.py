@@ -332,6 +332,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(**{name: value for name, value in locals().items() if name != "tmp_path_factory"})
 
 
+@pytest.mark.guarantee("Local ranks")
 def test_ranks_of_one_machine_meet_where_no_other_user_gets(killed: SimpleNamespace) -> None:
     assert len(killed.ranks) == 2 and all(killed.addresses[pid] for pid in killed.ranks.values())  # gloo's
     assert all(is_loopback(address) for addresses in killed.addresses.values() for address in addresses)
@@ -352,6 +353,7 @@ def trained_on_data(rank: int, arguments: list[str]) -> None:
         trained(rank, arguments)
 
 
+@pytest.mark.guarantee("Local ranks")
 def test_ranks_send_each_other_data_and_no_code(tmp_path: Path) -> None:
     options = [*SMALL[1:], *SHORT_TEXT, "--out", str(tmp_path), "--eval-every", "0", "--optimizer", "muon"]
     run_processes(2, trained_on_data, [*options, "--steps", "5"])

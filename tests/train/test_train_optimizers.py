@@ -95,6 +95,7 @@ def train_sharded(rank: int, stage: int, precision: str | None) -> dict[str, tor
     return {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
 
 
+@pytest.mark.guarantee("Whole-parameter rules")
 @pytest.mark.parametrize(
     ("ranks", "stage", "precision"),
     [
