@@ -408,7 +408,7 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("tiny --batch 0", "expected a positive integer (got '0')"),
         ("tiny --devices 0", "expected a positive integer (got '0')"),
         ("tiny --devices 9999999", "expected at most 1,048,576 devices (got 9,999,999)"),
-        ("tiny --memory 1kB", "memory must be above context, what the runtime uses"),
+        ("tiny --memory 1kB", "memory must be more than the 629145600 bytes that the runtime uses"),
         ("OWN:conv --inputs OWN:no_batch", "inputs(1) failed with ZeroDivisionError: division by zero"),
         ("tiny --sequence " + "9" * 30, "zeroshard plan: "),
         ("tiny --machine cpu --offload host", "--offload host is not possible on a CPU, whose memory is the host's"),

@@ -497,7 +497,7 @@ def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.Ca
     [
         (["tinny"], "did you mean 'tiny'"),
         (["tiny", "--layers", "100000"], "--layers is at most 4,096, got 100,000"),
-        (["tiny", "--memory", "1kB"], "memory must be above context"),
+        (["tiny", "--memory", "1kB"], "memory must be more than the 629145600 bytes"),
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
         (["tiny", "--machine", "dgx2", "--precision", "bf16"], "use precision='fp16'"),
         (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the tensor degree (3)"),
