@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import wait_until_gone
 
 from benchmarks.harness import trials, variants, workloads
 from benchmarks.harness.ranks import run_ranks
@@ -323,23 +324,12 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatc
         assert len(pids) == 2
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        end = time.monotonic() + 20
-        while any(map(alive, pids)) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not any(map(alive, pids))
+        wait_until_gone(pids)
     finally:
         parent.kill()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that only nobody has asked for its status does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ranks_are_refused_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rehearse import SCRIPT, by_name, is_running, started_pids
+from processes import wait_until_gone
+from test_rehearse import SCRIPT, by_name, started_pids
 
 from zeroshard.cli.main import main
 
@@ -29,7 +30,7 @@ def test_a_script_for_a_cluster_runs_unchanged_on_one_gpu(
     script.write_text(SCRIPT)
     status = main(["rehearse", "--ranks", "2", "--json", str(script), fault, str(tmp_path), "--lr", "1e-3"])
     found = json.loads(capfd.readouterr().out)
-    assert not any(map(is_running, started_pids(tmp_path)))
+    wait_until_gone(started_pids(tmp_path))
     assert {record["backend"] for record in found["records"]} == {"gloo" if ON_GLOO else "nccl"}
     if fault:
         assert status == 1 and "rank 1 failed" in found["failure"] and "ValueError: no more data" in found["failure"]

@@ -15,6 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
+from processes import wait_until_gone
 from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -114,21 +115,6 @@ def measure_beside_garbage(rank: int) -> tuple[int, int]:
     gc.disable()
     allocated_bytes(leave_garbage)
     return allocated_bytes(measured)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
-        time.sleep(0.05)
 
 
 @both

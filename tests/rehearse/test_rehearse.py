@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import wait_until_gone
 from ranks import run_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,13 +97,6 @@ def started_pids(directory: Path) -> list[int]:
     return [int(path.read_text()) for path in [*directory.glob("rank*"), *directory.glob("child*")]]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def by_name(checks: list[dict[str, Any]]) -> dict[str, str]:
     return {check["name"]: check["status"] for check in checks}
 
@@ -133,7 +127,8 @@ def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
             "init_process_group() without its device_id=, which needs a GPU for each rank",
         ]
     pids = started_pids(tmp_path)
-    assert len(pids) == 4 and not any(map(is_running, pids))
+    assert len(pids) == 4
+    wait_until_gone(pids)
 
 
 @pytest.mark.guarantee("Rehearsals")
@@ -163,7 +158,7 @@ def test_a_rank_that_fails_is_named(
     assert output.count("Traceback (most recent call last)") == 1
     assert f"The rehearsal has FAILED: {', '.join(failed)}." in output
     assert "rehearse/rank.py" not in output  # frames of the script only
-    assert not any(map(is_running, started_pids(tmp_path)))
+    wait_until_gone(started_pids(tmp_path))
 
 
 @pytest.mark.guarantee("Rehearsals")
@@ -181,7 +176,7 @@ def test_a_script_that_hangs_is_ended_and_says_where(
             break
     assert where in output
     assert "the run ended before zeroshard.shard() had returned on any rank" in output
-    assert not any(map(is_running, started_pids(tmp_path)))
+    wait_until_gone(started_pids(tmp_path))
 
 
 @pytest.mark.parametrize(
