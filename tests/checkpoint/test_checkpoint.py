@@ -727,6 +727,41 @@ def test_tensors_that_share_memory_are_each_kept_whole(wait: bool, tmp_path: Pat
     assert torch.equal(other.weight, model.weight) and torch.equal(result.extra["rows"], model.weight[:1])
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {frozenset({1}): 2},
+        {frozenset({1}), frozenset({2, 3})},
+        frozenset({1}),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        np.arange(3, dtype=">i4"),
+    ],
+    ids=["frozenset as a key", "set of frozensets", "frozenset", "conjugate tensor", "big-endian array"],
+)
+def test_what_is_saved_as_extra_loads_with_its_type(value: Any, tmp_path: Path) -> None:
+    zeroshard.save(tmp_path, nn.Linear(1, 1), extra={"value": value})
+    back = zeroshard.load(tmp_path, nn.Linear(1, 1)).extra["value"]
+    assert type(back) is type(value) and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ma.array([1, 2], mask=[False, True]),
+        np.datetime64("2024-01-01", "ns"),
+        np.timedelta64(5, "ns"),
+        np.longdouble(1.5),
+        np.ones(2, dtype=np.longdouble),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["masked array", "datetime64", "timedelta64", "longdouble", "longdouble array", "sparse", "meta"],
+)
+def test_extra_that_would_change_is_refused_by_its_place(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(zeroshard.CheckpointError, match=r"extra\.a\[1\] (has type|is a sparse)"):
+        zeroshard.save(tmp_path, nn.Linear(1, 1), extra={"a": [0, value]})
+
+
 def test_keys_of_extra_that_print_equally_stay_apart(tmp_path: Path) -> None:
     zeroshard.save(tmp_path, nn.Linear(1, 1), extra={"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
     extra = zeroshard.load(tmp_path, nn.Linear(1, 1)).extra

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.optim import ShardedOptimizer
 
 FetchTensor = Callable[[str], torch.Tensor]
+_NUMPY_TYPES = "?bhilqBHILQefdFD"  # characters of the types that torch has too
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") -> Any:
@@ -55,9 +56,10 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") ->
     if isinstance(value, PurePath):
         return str(value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        return {"$array": encode(torch.from_numpy(value.copy()), tensors, path), "dtype": str(value.dtype)}
-    if numpy is not None and isinstance(value, numpy.generic):
+    if numpy is not None and type(value) is numpy.ndarray and value.dtype.char in _NUMPY_TYPES:
+        native = value.astype(value.dtype.newbyteorder("="))
+        return {"$array": encode(torch.from_numpy(native), tensors, path), "dtype": str(value.dtype)}
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.char in _NUMPY_TYPES:
         return encode(value.item(), tensors, path)
     raise TypeError(
         f"{path} has type {type(value).__name__}, which cannot be saved: expected None, numbers, strings, bytes, "
@@ -76,6 +78,8 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
             "stride": list(value.stride()),
         }
         return {"$subclass": encode(content, tensors, path)}
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        raise TypeError(f"{path} is a sparse or nested tensor, or has no values, so it cannot be saved: make it dense")
     if value.dim() == 0 and not value.is_complex() and value.dtype not in (torch.float64, torch.bool):
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
@@ -86,7 +90,7 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         return {"$permuted": {"tensor": _encode_tensor(value.permute(dims), tensors, path), "dims": dims}}
     while path in tensors:  # paths may collide: {"a.b": …} and {"a": {"b": …}}
         path += "'"
-    tensors[path] = value.detach()
+    tensors[path] = value.detach().resolve_conj()
     return {"$tensor": path}
 
 
@@ -104,7 +108,8 @@ def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], path: str) ->
         return items
     if isinstance(value, torch.Size):
         return {"$size": items}
-    return {"$tuple" if isinstance(value, tuple) else "$set": items}
+    tags = {tuple: "$tuple", frozenset: "$frozenset", set: "$set"}
+    return {next(tag for kind, tag in tags.items() if isinstance(value, kind)): items}
 
 
 def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
@@ -251,6 +256,7 @@ _DECODERS: dict[str, tuple[str, Callable[..., bool], Callable[..., Any]]] = {
     "$device": ("a device", _is_instance(str), torch.device),
     "$tuple": ("a list", _is_instance(list), tuple),
     "$set": ("a list of hashable items", _is_instance(list), set),
+    "$frozenset": ("a list of hashable items", _is_instance(list), frozenset),
     "$size": ("a list of sizes", are_sizes, torch.Size),
     "$items": ("a list of pairs with hashable keys", _are_pairs, dict),
     "$counter": ("a list of pairs with hashable keys", _are_pairs, lambda pairs: Counter(dict(pairs))),
