@@ -83,6 +83,14 @@ def test_a_configuration_of_another_shape_is_told_in_a_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "rehearse", "export", "inspect", "migrate"])
+def test_a_wrong_option_is_told_in_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "a", "b", f"--{ESCAPES}"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"zeroshard {command}: ") and error.count("\n") == 1 and is_plain(error)
+
+
 def test_a_deleted_directory_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, gone = os.getcwd(), tmp_path / "gone"
     gone.mkdir()

@@ -200,7 +200,12 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path) -> None:
         ('{"like": "a1000"}', "like must be one of dgx2, .*, got 'a1000'"),
         ('{"like": "bad.json"}', "like must be one of"),
         ('{"like": ["a100"]}', "like must be one of"),
+        ("[" * 100_000, "it is not JSON"),
+        ('{"like": "a100", "memory": 1' + "0" * 400 + "}", "memory is a number of bytes"),
+        ('{"like": "a100", "memory": "1' + "0" * 400 + 'GB"}', "memory is a number of bytes"),
+        ('{"like": "a100", "pcie": 1' + "0" * 400 + "}", "pcie must be a number above 0"),
     ],
+    ids=str.split("nothing list lacks unknown itself list-of-presets nested huge-bytes huge-size huge-rate"),
 )
 def test_a_file_that_describes_no_machine(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "bad.json"

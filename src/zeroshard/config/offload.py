@@ -22,10 +22,7 @@ _BYTES_PER_UNIT = {
     "MiB": 2**20,
     "GiB": 2**30,
 }
-_SIZE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-TierSpec = str | tuple[str, float] | Mapping[str, float]
-"""A tier, a tier and a fraction, or fractions by tier; the remainder stays on the device."""
+_SIZE_PATTERN = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +157,7 @@ def parse_bytes(name: str, given: Any) -> int | None:
     match = _SIZE_PATTERN.fullmatch(given) if isinstance(given, str) else None
     if match is not None and match[2] in _BYTES_PER_UNIT:
         return int(float(match[1]) * _BYTES_PER_UNIT[match[2]])
-    if given is None or (type(given) is int and given >= 0):
+    if given is None or (type(given) is int and 0 <= given < 2**63):
         return given
     raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB' or '60GiB', got {given!r}")
 

@@ -130,10 +130,6 @@ class Plan:
         """Useful FLOPs per second on one device."""
         return self.useful_flops / self.step_time.step
 
-    def with_strategy(self, strategy: Strategy, *, timeline: bool = False) -> Plan:
-        """Return the plan of another strategy, optionally with the memory usage over time in its footprint."""
-        return evaluate_strategy(self.traced_model, strategy, self.devices, self.machine, timeline)
-
 
 @dataclass(frozen=True)
 class Plans:
@@ -374,11 +370,9 @@ def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, spa
     return Plans(name, traced_model.parameters, devices, machine, precision, candidates, traced_model)
 
 
-def evaluate_strategy(
-    traced_model: TracedModel, strategy: Strategy, devices: int, machine: Machine, timeline: bool = False
-) -> Plan:
+def evaluate_strategy(traced_model: TracedModel, strategy: Strategy, devices: int, machine: Machine) -> Plan:
     """Predict the footprint of one strategy and whether it fits."""
-    footprint = traced_model.footprint(strategy, devices, machine, timeline)
+    footprint = traced_model.footprint(strategy, devices, machine)
     return Plan(strategy, devices, machine, footprint, memory_shortfall(footprint, devices, machine), traced_model)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.rehearse.checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
-from zeroshard.utils.command_line import make_echo, positive_int, print_error
+from zeroshard.utils.command_line import CommandParser, make_echo, positive_int, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     return 0 if outcome.has_passed and not (options.strict and outcome.warnings) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard rehearse",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -75,7 +75,6 @@ OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 END_FILE = "end"  # the launcher creates it when all ranks have made their steps
 MAX_BATCHES = 64  # forwards whose inputs are compared
 MAX_COMPARED_STEPS = 10  # first steps whose values are compared; of later ones, only the last
-MAX_NOT_FINITE = 100  # values that are listed
 POLL_SECONDS = 0.05
 
 

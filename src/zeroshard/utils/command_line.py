@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from zeroshard.utils.format import escape_control_chars
 
@@ -23,6 +23,20 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer (got {text!r})")
     return int(text)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the options of a command. A wrong option ends it with one line, in place of argparse's long usage.
+
+    >>> parser = CommandParser(prog="zeroshard plan")
+    >>> parser.parse_args([]).__dict__
+    {}
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end with status 2."""
+        make_echo(sys.stderr)(f"{self.prog}: {message} (--help shows all options)")
+        sys.exit(2)
 
 
 def make_echo(stream: TextIO) -> Callable[[str], None]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroshard.utils.command_line import make_echo, print_error
+from zeroshard.utils.command_line import CommandParser, make_echo, print_error
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CONFIG_FILE = "config.json"
@@ -56,8 +56,8 @@ def parse_size(text: str) -> float:
     return float(match[1]) * float(1024 if match[3] else 1000) ** _UNIT_EXPONENTS[match[2]]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard export",
         description="Write the weights of a checkpoint in Hugging Face format: safetensors files, and config.json if "
         "the checkpoint has one. It needs no GPU and no launcher, and only the memory of one tensor.",

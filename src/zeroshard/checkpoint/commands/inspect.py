@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.utils.command_line import make_echo, print_error
+from zeroshard.utils.command_line import CommandParser, make_echo, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if summary.get("damages") else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard inspect", description="Show the contents of a checkpoint, read from its index."
     )
     parser.add_argument(

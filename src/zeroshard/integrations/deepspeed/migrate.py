@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
@@ -20,7 +19,7 @@ from zeroshard.integrations.deepspeed.reader import (
     merge_options,
     read_deepspeed,
 )
-from zeroshard.utils.command_line import make_echo, print_error
+from zeroshard.utils.command_line import CommandParser, make_echo, print_error
 
 TITLES = {
     OPTION: "becomes an option of zeroshard",
@@ -53,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
 FIELDS = ("key", "value", "kind", "text", "changes_numbers")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard migrate",
         description="Say what each key of a DeepSpeed configuration becomes with zeroshard. Exit status 1 if a key "
         "that changes the numbers of a run has no counterpart.",

@@ -30,7 +30,7 @@ from zeroshard.planner.commands.plan_options import (
     outer_optimizer,
     write_json,
 )
-from zeroshard.utils.command_line import STDOUT, check_output_files, make_echo, positive_int, print_error
+from zeroshard.utils.command_line import STDOUT, CommandParser, check_output_files, make_echo, positive_int, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard plan",
         description="Predict the memory, traffic and step time of training a model, for every stage, tensor degree, "
         "offload and checkpointing; show what fits, and choose the best. Nothing is trained: the model runs on "

@@ -81,7 +81,7 @@ def table_cells(
 ) -> tuple[list[TableColumn], list[list[str]]]:
     """Return the columns that are not empty, and the cells of the sorted rows."""
     best = plans.best
-    cells = [_row_cells(plan, plans, plan is best, tokens) for plan in sort_plans(rows)]
+    cells = [_row_cells(plan, plan is best, tokens) for plan in sort_plans(rows)]
     used = [index for index in range(len(COLUMNS)) if any(row[index] not in ("", "-") for row in cells)]
     columns = [
         COLUMNS[index] if COLUMNS[index] is not SAMPLES_COLUMN or tokens is None else TOKENS_COLUMN for index in used
@@ -205,7 +205,7 @@ def _short_wire(strategy: Strategy) -> str:
     return strategy.wire_summary.replace("gathers", "gather").replace("reductions", "reduce")
 
 
-def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> list[str]:
+def _row_cells(plan: Plan, chosen: bool, tokens: int | None) -> list[str]:
     strategy, host = plan.strategy, plan.node_bytes["host"]
     return [
         CHOSEN_MARK if chosen else "",

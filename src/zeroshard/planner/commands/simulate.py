@@ -24,7 +24,7 @@ from zeroshard.planner.commands.plan_options import (
     outer_optimizer,
     write_json,
 )
-from zeroshard.utils.command_line import STDOUT, check_output_files, make_echo, positive_int, print_error
+from zeroshard.utils.command_line import STDOUT, CommandParser, check_output_files, make_echo, positive_int, print_error
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="zeroshard simulate",
         description="Predict how training a model scales from one device to thousands: throughput per device, parts of "
         "the step time, where each stage stops scaling, and the largest model.",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -32,6 +31,7 @@ from zeroshard.planner.machines.presets import INFINIBAND_FRACTION, MACHINE_PRES
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICE_KINDS = ("cuda", "cpu")
 LOCAL_MACHINE = "here"
+MAX_NUMBER = 1e30  # far above any rate; larger integers have no float
 
 _BYTES_FIELDS = ("memory", "context", "workspace", "host_memory", "disk")  # bytes
 _BANDWIDTH_FIELDS = ("bandwidth", "pcie", "disk_read", "disk_write")  # bytes/s
@@ -242,7 +242,7 @@ class Machine:
         """
         try:
             given = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"it is not JSON ({error})") from None
         if not isinstance(given, dict):
             raise ValueError(f"it must be a JSON object, got {type(given).__name__}")
@@ -420,7 +420,7 @@ def _normalize_fields(part: Machine | Link) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def round_measurement(value: float) -> float:
