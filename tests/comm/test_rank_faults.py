@@ -251,6 +251,25 @@ def watches() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == heartbeat_monitor.THREAD_NAME}
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_frames_are_gone_through_without_garbage_collection(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would let the thread return from frames that are being looked at: see `_without_garbage_collection`."""
+    found, current_frames = list[bool](), sys._current_frames
+
+    def frames() -> dict[int, Any]:
+        found.append(gc.isenabled())
+        return current_frames()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        assert peers.BarrierDetector().poll() is None
+        assert found == [False] and gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
 @pytest.mark.guarantee("Threads")
 def test_a_model_that_is_gone_leaves_no_thread() -> None:
     started, before = threading.Barrier(2), watches()
