@@ -131,8 +131,9 @@ class _MappedCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         if os.path.isfile(path) and zipfile.is_zipfile(path):
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return loaded
-        return super().load_checkpoint(path, map_location, weights_only)
+        else:
+            loaded = super().load_checkpoint(path, map_location, weights_only)
+        return loaded
 
 
 class _MappedCheckpoints:
@@ -215,7 +216,8 @@ class _MixedPrecision(_ClipShards, trainer_precision.MixedPrecision):
         """Multiply the loss by the loss scale, which all optimizers share."""
         for optimizer in module.trainer.strategy.optimizers[:1]:
             tensor = optimizer.scale(tensor) if isinstance(optimizer, zeroshard.ShardedOptimizer) else tensor
-        return super().pre_backward(tensor, module)
+        tensor = super().pre_backward(tensor, module)
+        return tensor
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the loss scale as Lightning's own plugin does."""
@@ -301,6 +303,8 @@ class ZeroStrategy(_MappedCheckpoints, DDPStrategy):
         ...
     ValueError: stage must be 0, 1, 2 or 3, got 5
     """
+
+    optimizers: list[Optimizer]  # a property of Lightning's Strategy
 
     def __init__(
         self,
