@@ -183,6 +183,7 @@ def test_a_script_that_hangs_is_ended_and_says_where(
     ("arguments", "text"),
     [
         (["--ranks", "2", "missing.py"], "there is no script 'missing.py'"),
+        (["--ranks", "1000000", "missing.py"], "would start as many processes on this machine: pass at most "),
         (["--ranks", "2", "."], ". is a directory: pass the script in it"),
         (["--ranks", "2", "-m", "missing_package.train"], "there is no module 'missing_package'"),
         (["--ranks", "0", "train.py"], "expected a positive integer (got '0')"),

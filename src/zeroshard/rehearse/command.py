@@ -31,6 +31,7 @@ END_GRACE_SECONDS = 30  # for a script to end after its last step
 FAILURE_GRACE_SECONDS = 15  # for the other ranks to learn of a failure: zeroshard needs at most 10
 STACK_GRACE_SECONDS = 2  # for ranks that hang to write their stacks
 POLL_SECONDS = 0.1
+MAX_RANKS_PER_CPU = 16  # more would exhaust the machine before the first step
 LOOPBACK = "127.0.0.1"
 LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
 RANK_PROGRAM = """
@@ -95,6 +96,9 @@ def _parser() -> CommandParser:
 def _usage_error(options: argparse.Namespace) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return "it starts its own ranks: run it without torchrun or srun (WORLD_SIZE is set)"
+    max_ranks = MAX_RANKS_PER_CPU * (os.cpu_count() or 1)
+    if options.ranks > max_ranks:
+        return f"--ranks {options.ranks} would start as many processes on this machine: pass at most {max_ranks}"
     if options.module:
         package = options.script.partition(".")[0]  # its modules are found only by importing it
         sys.path.insert(0, os.getcwd())
