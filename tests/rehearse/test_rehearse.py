@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -177,6 +182,25 @@ def test_a_script_that_hangs_is_ended_and_says_where(
     assert where in output
     assert "the run ended before zeroshard.shard() had returned on any rank" in output
     wait_until_gone(started_pids(tmp_path))
+
+
+def test_a_rank_that_still_starts_ends_with_a_killed_launcher(tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(1000)")
+    command = [sys.executable, "-m", "zeroshard", "rehearse", "--ranks", "1", "sleep.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}) as launcher:
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        while not (pids := children.read_text().split()):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        rank = os.pidfd_open(int(pids[0]))
+        launcher.kill()
+    try:
+        assert select.select([rank], [], [], 200)[0]
+        assert not list(tmp_path.glob("zeroshard-rehearsal-*"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        os.close(rank)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import json
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -136,6 +137,8 @@ def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) ->
     if settings.shares_gpus:
         os.environ.update(local_rank_environment(rank, settings.ranks, settings.gpus))
         share_gpu(f"rehearsal-{rank}")
+    launcher = os.dup(0)
+    threading.Thread(target=_end_with_launcher, args=(launcher, directory), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank:
         log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -146,7 +149,6 @@ def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) ->
     stacks = open(directory / f"{rank}.stacks", "w")  # noqa: SIM115  # open until the process ends
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, settings.deadline - time.time()), file=stacks)
-    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def share_gpu(host_id: str) -> None:
@@ -170,9 +172,11 @@ def local_rank_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
     }
 
 
-def _end_with_launcher(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1)
+def _end_with_launcher(launcher: int, directory: Path) -> None:
+    """Kill this rank and its children when the launcher is gone, which holds the other end of a pipe."""
+    while os.read(launcher, 1):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
