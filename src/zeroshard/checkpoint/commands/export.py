@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,7 +11,6 @@ from zeroshard.utils.command_line import CommandParser, make_echo, print_error
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CONFIG_FILE = "config.json"
-_UNIT_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from zeroshard.checkpoint import export
+    from zeroshard.config.offload import parse_bytes
     from zeroshard.utils.format import format_bytes
 
     dtype_name = DTYPES[options.dtype]
@@ -31,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             options.checkpoint,
             options.directory,
             dtype=None if dtype_name is None else getattr(torch, dtype_name),
-            max_shard=options.max_shard,
+            max_shard=parse_bytes("--max-shard", options.max_shard) or 0,
             like=options.like,
         )
     for warning in caught:
@@ -42,18 +40,6 @@ def main(argv: Sequence[str]) -> int:
     if not (path / CONFIG_FILE).is_file():
         echo(f"no {CONFIG_FILE} was written, because the checkpoint has none: pass --like DIR to copy one")
     return 0
-
-
-def parse_size(text: str) -> float:
-    """Parse a size in bytes, as in Hugging Face's tools: 5GB are 5e9, 5GiB are 5·2³⁰.
-
-    >>> parse_size("500MB"), parse_size("2GiB")
-    (500000000.0, 2147483648.0)
-    """
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 5GB, 500MB or 2GiB (got {text!r})")
-    return float(match[1]) * float(1024 if match[3] else 1000) ** _UNIT_EXPONENTS[match[2]]
 
 
 def _parser() -> CommandParser:
@@ -77,7 +63,6 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--max-shard",
-        type=parse_size,
         default="5GB",
         metavar="SIZE",
         help="maximum size of a file; several files get an index (default: 5GB)",
