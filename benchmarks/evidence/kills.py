@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-import zeroshard.checkpoint.load
+import zeroshard.checkpoint.load_checkpoint
 from benchmarks.harness.ranks import join_group, use_deterministic_kernels
 from benchmarks.harness.record import Record, Result, describe
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader
-from zeroshard.checkpoint.export import export
+from zeroshard.checkpoint.export_weights import export
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.retention import list_checkpoints

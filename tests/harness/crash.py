@@ -472,7 +472,7 @@ def _linger(store: Store, ranks: int) -> None:
 
 def _serve(scratch: Path) -> None:
     """Read lists of runs, make them, a few at once, and write what came of them."""
-    for module in ("torch._dynamo", "zeroshard.checkpoint.load"):  # so that ranks need not
+    for module in ("torch._dynamo", "zeroshard.checkpoint.load_checkpoint"):  # so that ranks need not
         importlib.import_module(module)
     torch.set_num_threads(1)
     gc.collect()
