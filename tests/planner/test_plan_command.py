@@ -565,7 +565,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.description)
 def test_the_flags_that_are_printed_make_the_choice(choice: Strategy) -> None:
-    flags = pytest.importorskip("zeroshard.train.flags")
+    flags = pytest.importorskip("zeroshard.train.options")
     told = shlex.split(train_command(choice, "gpt2", 8, Machine.resolve("h100"), "bf16", sequence=256))
     assert told[:2] == ["zeroshard", "train"]
     options = flags.read_options(told[2:])

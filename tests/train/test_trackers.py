@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from zeroshard.train.commands.train import main
-from zeroshard.train.flags import read_options
-from zeroshard.train.metrics import MetricsFile, StepMetrics
-from zeroshard.train.options import TrainingError
+from zeroshard.train.metrics import MetricsFile, StepMetrics, start_tracker
+from zeroshard.train.options import TrainingError, read_options
 from zeroshard.train.rank import RankInfo
-from zeroshard.train.trackers import start_tracker
 from zeroshard.train.training_setup import prepare_training
 
 RECORD = {"name": "tiny", "id": "0123456789abcdef", "options": {"lr": 0.1}}
@@ -85,7 +83,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
 def test_a_missing_package_is_said_before_anything_is_done(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("zeroshard.train.trackers.find_spec", lambda package: None)
+    monkeypatch.setattr("zeroshard.train.metrics.find_spec", lambda package: None)
     assert main(["--out", str(tmp_path / "run"), "--device", "cpu", "--tracker", name]) == 1
     assert f"--tracker {name}: not installed, run pip install {name}, or omit" in capsys.readouterr().err
     options = read_options(["--out", str(tmp_path / "run"), "--device", "cpu", "--tracker", name])

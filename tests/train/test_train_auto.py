@@ -14,19 +14,18 @@ import transformers
 from live import allocated_bytes
 from ranks import run_processes, run_threads
 
+import zeroshard
 from zeroshard.activations.checkpoint import CheckpointedForward
 from zeroshard.planner import Strategy, traced_model
 from zeroshard.planner.auto import NothingFitsError, PlanDecision
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import plan
-from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.commands.train import main
-from zeroshard.train.flags import read_options
-from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
-from zeroshard.train.options import TrainingError, TrainOptions
+from zeroshard.train.models import LanguageModel, open_language_model
+from zeroshard.train.options import TrainingError, TrainOptions, read_options
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.summary import header_lines
-from zeroshard.train.training_setup import _shard_model, prepare_training
+from zeroshard.train.training_setup import make_optimizer, prepare_training, resolve_auto
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -185,12 +184,13 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
 def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
     """What steps as the trainer takes them hold at most."""
     assert options.sharding.auto == ()
-    batching, sequence = options.batching(WORLD), sequence_length(options.model, language_model)
+    batching, sequence = options.batching(WORLD), language_model.sequence
     assert batching.batch == 16
 
     def steps() -> None:
-        world = RankInfo(0, WORLD, torch.device("cpu"), "fake")
-        model, optimizer = _shard_model(options, world, language_model, "fp32", None)
+        module, sharding = language_model.module, options.sharding
+        inner = make_optimizer(module, options.training)
+        model, optimizer = zeroshard.shard(module, inner, precision="fp32", **sharding.shard_options)
         for _ in range(3):
             for _ in range(batching.accumulate):
                 tokens = torch.zeros(batching.micro, sequence, dtype=torch.int64)
@@ -256,7 +256,7 @@ def test_the_layer_that_a_run_keeps_in_bf16_is_planned_so(monkeypatch: pytest.Mo
         planned.append(given["keep_bf16"])
         return PlanDecision(Strategy(stage=3), "")
 
-    monkeypatch.setattr("zeroshard.train.auto_options.choose_plan_for_machine", choose)
+    monkeypatch.setattr("zeroshard.train.training_setup.choose_plan_for_machine", choose)
     assert main([*SMALL, "--auto", "stage", "--precision", "fp8", "--machine", "h100", "--dry-run"]) == 0
     assert planned == [("head",)]
 

@@ -19,10 +19,9 @@ from ranks import run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard.integrations
-from zeroshard.train.data.tokenizer import train_tokenizer
+from zeroshard.train.data.corpus import train_tokenizer
 from zeroshard.train.generation import generate_text
-from zeroshard.train.models.huggingface import HuggingFaceModel, load_trained, output_loss
-from zeroshard.train.models.language_model import open_language_model
+from zeroshard.train.models import HuggingFaceModel, load_trained, open_language_model, output_loss
 from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.utils.safetensors_files import (
     SAFETENSORS_INDEX_FILE,

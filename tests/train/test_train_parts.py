@@ -24,9 +24,8 @@ from torch import nn
 
 from zeroshard.models import PRESETS
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.flags import read_options
 from zeroshard.train.generation import generate_tokens
-from zeroshard.train.launch import describe_first_failure, launch
+from zeroshard.train.launch import check_options, describe_first_failure, launch
 from zeroshard.train.metrics import StepStatsReducer
 from zeroshard.train.options import (
     Batching,
@@ -38,6 +37,7 @@ from zeroshard.train.options import (
     TrainingError,
     TrainOptions,
     describe_bug,
+    read_options,
 )
 from zeroshard.train.rank import (
     ERROR_DIR_ENV,
@@ -323,6 +323,28 @@ def test_a_signal_to_one_rank_alone_is_no_failure(
     assert capsys.readouterr().err == ""
 
 
+def test_what_a_rank_says_cannot_control_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"rank": 0, "time": 1.0, "message": "rank 0: a file named \x1b[2J", "is_peer_lost": False}
+    (tmp_path / "report").write_text(json.dumps(report))
+    rank = tmp_path / "rank"
+    rank.write_text(f'#!/bin/sh\ncp {tmp_path}/report "$3/0.error.json"\nexit 1\n')
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
+    assert launch(TrainOptions(), 1) == 1
+    report_failure(RuntimeError(), 0, str(report["message"]))  # under torchrun
+    assert capsys.readouterr().err == "zeroshard train: rank 0: a file named \\x1b[2J\n" * 2
+
+
+def test_texts_may_have_gone_when_a_run_is_resumed(tmp_path: Path) -> None:
+    options = TrainOptions(data=DataOptions(data=("gone.txt",)), run=RunOptions(out=str(tmp_path), resume=True))
+    with pytest.raises(FileNotFoundError, match=r"data file gone\.txt does not exist"):
+        check_options(options, 2)
+    RunDirectory(tmp_path).write_config({})
+    check_options(options, 2)  # the run has its own tokens
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -370,19 +392,17 @@ def test_a_bug_is_one_line_and_keeps_its_stack_trace(tmp_path: Path) -> None:
     assert line == f"KeyError: 'lr'. The stack trace is in {file}" and "KeyError" in file.read_text()
 
 
-def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
+def beat(rank: int) -> list[tuple[int, float, float, bool]]:
     pulse = StepStatsReducer(torch.device("cpu"))
     seen = []
     for step in (1, 2):
-        pulse.start_reduce(
-            step, torch.tensor(float(rank + step)), torch.tensor(2.0) if step == 1 else None, rank == step == 1
-        )
+        pulse.start_reduce(step, torch.tensor(float(rank + step)), torch.tensor(2.0 * step), rank == step == 1)
         seen += [(b.step, b.loss, b.grad_norm, b.has_stop_request) for b in pulse.read_ready()]
     return seen
 
 
 def test_all_ranks_know_the_mean_loss_and_that_one_has_to_stop() -> None:
-    assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
+    assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, 4.0, False)]] * 2
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (3, 1), (6, 1), (4, 2)])

@@ -28,13 +28,10 @@ from zeroshard.models.gpt import Block
 from zeroshard.planner.state_sizes import predict_memory
 from zeroshard.tensor_parallel.plans import tensor_plan_for
 from zeroshard.train.commands.train import main
-from zeroshard.train.data.corpus import shakespeare
-from zeroshard.train.data.tokenizer import train_tokenizer
-from zeroshard.train.flags import read_options
+from zeroshard.train.data.corpus import shakespeare, train_tokenizer
 from zeroshard.train.metrics import count_matmul_params
-from zeroshard.train.models.huggingface import HuggingFaceModel
-from zeroshard.train.models.language_model import open_language_model
-from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError
+from zeroshard.train.models import HuggingFaceModel, open_language_model
+from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError, read_options
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.summary import dry_run
@@ -360,14 +357,11 @@ def test_a_dry_run_tells_the_memory_of_a_divided_model() -> None:
     ("flags", "words"),
     [
         (["--tensor", "3", "--ranks", "4"], "--tensor 3 does not divide the 4 ranks"),
-        (["--tensor", "3", "--ranks", "6"], "--tensor 3 does not divide the model's 4 heads"),
+        (["--tensor", "3", "--ranks", "6"], "the tensor axis has 3 ranks, which do not divide the model's 4 heads"),
         (["--tensor", "2", "--ranks", "4", "--batch", "7"], "2 groups of 2 ranks"),
-        (["--tensor", "4", "--ranks", "4", "--model", "llama"], "does not divide the model's 2 key-value heads"),
-        (["--tensor", "2", "--ranks", "2", "--model", "neox"], "is not supported for a GPTNeoXForCausalLM"),
-        (
-            ["--tensor", "2", "--ranks", "2", "--model", "llama", "--lora"],
-            "is not supported for a model with LoRA adapters",
-        ),
+        (["--tensor", "4", "--ranks", "4", "--model", "llama"], "do not divide the model's 2 key-value heads"),
+        (["--tensor", "2", "--ranks", "2", "--model", "neox"], "no plan is known to shard a GPTNeoXForCausalLM"),
+        (["--tensor", "2", "--ranks", "2", "--model", "llama", "--lora"], "no plan is known to shard a PeftModel"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_anything_is_written(

@@ -12,8 +12,7 @@ from ranks import run_threads
 import zeroshard
 from zeroshard.planner import predict_traffic
 from zeroshard.train.commands.train import main
-from zeroshard.train.flags import read_options
-from zeroshard.train.options import TrainOptions
+from zeroshard.train.options import TrainOptions, read_options
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_record import RunRecord, memory_by_kind, state_bytes
 from zeroshard.train.summary import footer_lines
@@ -101,7 +100,7 @@ def test_a_dry_run_has_the_memory_of_local_steps_and_8_bits(capsys: pytest.Captu
     assert "outer optimizer" not in capsys.readouterr().out
     assert main([*flags, "--outer-lr", "0.7"]) == 0
     assert "outer optimizer" in capsys.readouterr().out
-    assert main([*flags, "--stage", "auto", "--machine", "h100"]) == 0
+    assert main([*flags, "--auto", "stage", "--machine", "h100"]) == 0
     assert "averaged every 4 steps" in capsys.readouterr().out
     given = [*SMALL, "--ranks", "4", "--precision", "bf16", "--dry-run"]
     peaks = []

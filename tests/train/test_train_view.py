@@ -177,12 +177,6 @@ def test_the_live_view_shows_the_run_without_wrapping(columns: int) -> None:
     assert {len(line) for line in lines[1:] if line} == {columns - 2}  # the terminal echoes ^C there
 
 
-def test_at_120_columns_memory_is_next_to_the_figures() -> None:
-    narrow, wide = (last_panel(live_text(watched, columns=columns)) for columns in (80, 120))
-    assert len(wide) < len(narrow)
-    assert any("loss" in line and "plain data parallelism" in line for line in wide)
-
-
 @pytest.mark.parametrize("columns", [1, 20, 50])
 def test_a_small_terminal_crops_and_wraps_nothing(columns: int) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live_text(watched, columns=columns))

@@ -6,10 +6,9 @@ from zeroshard.utils.lazy_import import lazy_names
 
 if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
-    from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
     from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
-    from zeroshard.train.options import TrainingError, describe_bug
+    from zeroshard.train.options import TrainingError, describe_bug, read_options
     from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
     from zeroshard.train.report import write_html_report
 
@@ -32,9 +31,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "data.corpus": "shakespeare",
-        "flags": "read_options",
         "generation": "generate_text",
-        "options": "TrainingError describe_bug",
+        "options": "TrainingError describe_bug read_options",
         "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",
         "rank": "ERROR_DIR_ENV read_errors report_failure",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
-from zeroshard.train.models.language_model import GPT_MODEL_TYPE, load_reference_gpt
+from zeroshard.train.data.corpus import encode_prompt, load_tokenizer
+from zeroshard.train.models import GPT_MODEL_TYPE, load_reference_gpt, load_trained
 from zeroshard.train.training_setup import TrainingSetup
 from zeroshard.utils.atomic_file import read_json
 
@@ -55,7 +55,7 @@ def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
         ids = encode_prompt(tokenizer, run_options.prompt)
     else:
         loader = setup.validation_loader or setup.train_loader
-        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
+        ids = loader.read_windows([0])[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
     setup.model.eval()
     tokens = generate_tokens(
         lambda tokens: setup.language_model.logits(setup.model, tokens),
@@ -74,8 +74,15 @@ def generate_text(directory: Path, prompt: str, count: int, *, temperature: floa
     directory = directory / "model" if (directory / "model").is_dir() else directory
     tokenizer = load_tokenizer(directory)
     ids = encode_prompt(tokenizer, prompt)
+    logits: Callable[[torch.Tensor], torch.Tensor]
     try:
-        logits, context = _load_model(directory)
+        config = directory / "config.json"
+        if config.is_file() and read_json(config).get("model_type") == GPT_MODEL_TYPE:
+            model = load_reference_gpt(directory)
+            logits = model
+            context: int | None = model.config.context
+        else:
+            logits, context = load_trained(directory)
     except Exception as error:  # transformers, peft and torch raise many classes
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"cannot load the model in {directory} ({type(error).__name__}: {reason})") from error
@@ -83,14 +90,3 @@ def generate_text(directory: Path, prompt: str, count: int, *, temperature: floa
         logits, torch.tensor([ids], device="cpu"), count, context=context, temperature=temperature, seed=seed
     )
     return str(tokenizer.decode(tokens[0].tolist()))
-
-
-def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
-    """Load the model in a directory; return its logits function and its context."""
-    config = directory / "config.json"
-    if config.is_file() and read_json(config).get("model_type") == GPT_MODEL_TYPE:
-        model = load_reference_gpt(directory)
-        return model, model.config.context
-    from zeroshard.train.models.huggingface import load_trained
-
-    return load_trained(directory)

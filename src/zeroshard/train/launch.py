@@ -25,12 +25,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, NoReturn, cast
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from zeroshard.train.metrics import check_trackers
 from zeroshard.train.options import TrainingError, TrainOptions, describe_bug
 from zeroshard.train.rank import (
     ERROR_DIR_ENV,
@@ -43,7 +44,7 @@ from zeroshard.train.rank import (
     report_failure,
 )
 from zeroshard.train.run_directory import RunDirectory
-from zeroshard.train.trackers import check_trackers
+from zeroshard.utils.command_line import make_echo, print_error
 from zeroshard.utils.install_hint import install_hint
 from zeroshard.utils.lazy_import import uncollected_imports
 
@@ -66,7 +67,7 @@ def run_training(options: TrainOptions) -> int:
         from zeroshard.train.summary import dry_run
 
         if environment is None or environment["RANK"] == "0":
-            print(dry_run(options, ranks))
+            make_echo(sys.stdout)(dry_run(options, ranks))
         return 0
     if environment is not None:
         os.environ.update(environment)
@@ -136,14 +137,15 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: {install_hint('train')}")
     check_trackers(options.run.tracker)
-    if options.sharding.device == "cuda":
-        default_ranks("cuda")  # raises without a GPU
     options.batching(ranks)
     if options.run.out is not None:
-        RunDirectory(Path(options.run.out)).check_available(options.run.resume)
+        directory = RunDirectory(Path(options.run.out))
+        directory.check_available(options.run.resume)
+        if directory.has_run():  # which has its own tokens: the texts may have gone
+            return
     for path in (*options.data.data, *options.data.validation):
-        if not Path(path).exists():
-            raise FileNotFoundError(f"data file or directory {path} does not exist")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"data file {path} does not exist: pass text files, or one token file")
 
 
 def launch(options: TrainOptions, ranks: int) -> int:
@@ -159,7 +161,7 @@ def launch(options: TrainOptions, ranks: int) -> int:
         if received_signals and all(report["is_peer_lost"] for report in read_errors(Path(name))):
             return 128 + received_signals[0]
         if failed:
-            print("zeroshard train: " + describe_first_failure(Path(name), failed), file=sys.stderr)
+            print_error("train", describe_first_failure(Path(name), failed))
             return 1
     return min((process.returncode for process in processes if process.returncode), default=0)
 
@@ -173,10 +175,10 @@ def local_ranks(
     Yields the processes, and a list of the stop signals that this process receives meanwhile. The standard input of a
     rank ends when this process does. ``environment`` says where the ranks meet.
     """
-    shared = {**os.environ, **_local_environment(ranks), **environment}
+    shared = {**_local_environment(ranks), **environment}
     processes: list[subprocess.Popen[bytes]] = []
     received_signals: list[int] = []
-    with _collect_signals(received_signals), ExitStack() as pipes:
+    with _collect_signals(received_signals), ExitStack() as started:
         try:
             for rank in range(ranks):
                 rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
@@ -184,14 +186,10 @@ def local_ranks(
                 process = subprocess.Popen(
                     command, env={**shared, **rank_environment}, stdin=subprocess.PIPE, start_new_session=True
                 )
-                processes.append(process)
-                pipes.enter_context(cast("IO[bytes]", process.stdin))
+                processes.append(started.enter_context(process))
             yield processes, received_signals
         finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also the children of a rank that has ended
-                process.wait()
+            _send_signal(processes, signal.SIGKILL)
 
 
 def _local_environment(ranks: int) -> dict[str, str]:
@@ -201,15 +199,12 @@ def _local_environment(ranks: int) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:  # the interface on which gloo and NCCL listen for other ranks
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return {**{name: value for name, value in defaults.items() if name not in os.environ}, **required}
+    return {**defaults, **os.environ, **required}
 
 
 @contextmanager
 def _collect_signals(received_signals: list[int]) -> Iterator[None]:
     """Collect stop signals instead of being ended by them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handlers = {
         number: signal.signal(number, lambda number, _: received_signals.append(number)) for number in STOP_SIGNALS
     }
@@ -252,27 +247,23 @@ def _failed_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int
 
 
 def _send_signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to the ranks that have not ended, and to their child processes."""
+    """Send a signal to the ranks and their child processes, also those of a rank that has ended."""
     for process in processes:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> str:
     """Return which rank failed first, and why.
 
-    Other ranks fail as a consequence: a collective loses its peer, or the launcher kills them. So the order is: a
-    rank's own error, then a rank that was killed without an error report, then a lost peer.
+    Other ranks fail as a consequence: a collective loses its peer, or they are stopped. So the order is: a rank's own
+    error, then a rank that was killed without an error report, then a lost peer.
     """
-    reports = sorted(read_errors(error_dir), key=lambda report: float(report["time"]))
-    own_errors = [report for report in reports if not report["is_peer_lost"]]
-    if own_errors:
-        return str(own_errors[0]["message"])
-    for rank, status in exit_statuses.items():
-        if status < 0:
-            name = signal.Signals(-status).name
-            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    if reports:
+    reports = sorted(read_errors(error_dir), key=lambda report: (report["is_peer_lost"], report["time"]))
+    killed = {rank: -status for rank, status in exit_statuses.items() if status < 0 and -status not in STOP_SIGNALS}
+    if reports and not (killed and reports[0]["is_peer_lost"]):
         return str(reports[0]["message"])
+    for rank, number in killed.items():
+        name = signal.Signals(number).name
+        return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exit_statuses.items())

@@ -21,7 +21,6 @@ from zeroshard.train.run_view import RunProgress, RunView, format_clock, format_
 from zeroshard.utils.format import escape_control_chars, format_bytes, format_count
 
 REFRESHES_PER_SECOND = 4  # a redraw takes about 3 ms of Python time
-WIDE_LAYOUT_COLUMNS = 116  # from this width on, memory is shown to the right of the metrics
 LABEL_COLUMNS = 16  # width in the panel; the longest label is "optimizer states"
 VALUE_COLUMNS = 9
 
@@ -38,15 +37,14 @@ class LiveView(RunView):
         super().__init__(total_steps=total_steps, start_step=start_step)
         self._console = console
         self._last_update = monotonic()
-        is_standard_stream = console.file in (sys.stdout, sys.stderr)
         self._live = Live(
             console=console,
             get_renderable=self._draw,
             refresh_per_second=REFRESHES_PER_SECOND,
             vertical_overflow="crop",
             # print() and warnings appear above the panel, unless they go to a file
-            redirect_stdout=is_standard_stream and sys.stdout.isatty(),
-            redirect_stderr=is_standard_stream and sys.stderr.isatty(),
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
 
     def __enter__(self) -> Self:
@@ -85,7 +83,6 @@ def render_panel(progress: RunProgress, seconds_since_step: float, columns: int)
     """Return the progress bar, and a panel of metrics and memory, `seconds_since_step` after the last step."""
     elapsed = seconds_since_step + (progress.recent[-1].seconds if progress.recent else 0.0)
     bar = _grid(Column(), Column(ratio=1), Column(), Column())
-    bar.expand = True
     bar.width = columns
     bar.add_row(
         f"step {progress.step}/{progress.total_steps}",
@@ -95,15 +92,9 @@ def render_panel(progress: RunProgress, seconds_since_step: float, columns: int)
     )
     if not progress.recent:
         return bar
-    is_wide = columns >= WIDE_LAYOUT_COLUMNS
-    inner_columns = (columns - 8) // 2 if is_wide else columns - 4  # without border, padding and the gap in the middle
-    metrics = _render_metrics(progress, inner_columns)
+    inner_columns = columns - 4  # without border and padding
     memory = _render_memory(progress, inner_columns) if progress.held_bytes else Text()
-    body = Table.grid(padding=(0, 4, 0, 0))
-    if is_wide:
-        body.add_row(metrics, memory)
-    else:
-        body.add_row(Group(metrics, "", memory))
+    body = Group(_render_metrics(progress, inner_columns), "", memory)
     return Group(bar, Panel(body, border_style="dim", width=columns))
 
 
@@ -118,8 +109,7 @@ def _render_metrics(progress: RunProgress, columns: int) -> RenderableType:
         step, loss = progress.last_evaluation
         losses.add_row("held-out loss", Text(format_metric(loss), "bold"), Text(f"at step {step}", "dim"))
     others = _grid(_label(), Column(width=VALUE_COLUMNS), _label(), Column(width=VALUE_COLUMNS))
-    norm = format_metric(metrics.grad_norm, digits=2)
-    others.add_row("learning rate", f"{metrics.lr:.1e}", "gradient norm", norm)
+    others.add_row("learning rate", f"{metrics.lr:.1e}", "gradient norm", format_metric(metrics.grad_norm, digits=2))
     others.add_row("tokens/s", format_count(metrics.tokens_per_s), "tokens", format_count(metrics.tokens))
     if metrics.tflops is not None:
         others.add_row("TFLOPS/device", f"{metrics.tflops:.1f}", "MFU", format_percent(metrics.mfu))

@@ -6,16 +6,18 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.train.trackers import Tracker
+from zeroshard.train.options import TrackerName
 from zeroshard.utils.atomic_file import write_atomic
 
 
@@ -119,6 +121,64 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+# ------------------------------------------------------------------------------------------ trackers
+
+
+class Tracker(Protocol):
+    """What a run needs of a service: ``wandb.Run`` and ``trackio.Run`` are trackers as they are."""
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        """Show metrics after a step."""
+
+    def finish(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard:
+    """Writes TensorBoard events; those of later steps, from before a resume, are hidden.
+
+    >>> import tempfile
+    >>> tracker = TensorBoard(Path(tempfile.mkdtemp()), start_step=0)
+    >>> tracker.log({"loss": 5.8}, step=1)
+    >>> tracker.finish()
+    """
+
+    def __init__(self, directory: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        """Write one point for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Write what is left, and close the file."""
+        self._writer.close()
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Raise if the package of a tracker is missing.
+
+    >>> check_trackers([])
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ImportError(f"--tracker {name}: not installed, run pip install {name}, or omit the option")
+
+
+def start_tracker(name: TrackerName, record: Mapping[str, Any], directory: Path, start_step: int) -> Tracker:
+    """Start a tracker for the run of ``record``, or continue that of the earlier part: its ``id`` names the run."""
+    if name == "tensorboard":
+        return TensorBoard(directory / name, start_step)
+    options = {"project": "zeroshard", "name": f"{record['name']}-{record['id'][:8]}", "config": record["options"]}
+    if name == "wandb":
+        options |= {"id": record["id"], "dir": str(directory)}
+    tracker: Tracker = import_module(name).init(**options, resume="allow")
+    return tracker
+
+
 # ------------------------------------------------------------------------------------------ reduced over the ranks
 
 
@@ -129,8 +189,7 @@ class StepStats:
     step: int
     loss: float
     """Mean over the ranks."""
-    grad_norm: float | None
-    """Norm of the gradients; None if it was not requested."""
+    grad_norm: float
     has_stop_request: bool
     """Whether any rank received a stop signal."""
     seconds: float
@@ -145,35 +204,33 @@ class StepStatsReducer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: deque[tuple[int, bool, torch.Tensor, _DeviceTimestamp, _DeviceTimestamp]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, _DeviceTimestamp, _DeviceTimestamp]] = deque()
         self._step_start = _DeviceTimestamp(device)
 
     def restart_timer(self) -> None:
         """Start timing the next step now, to exclude preceding work such as an evaluation."""
         self._step_start = _DeviceTimestamp(self._device)
 
-    def start_reduce(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None, stop_requested: bool) -> None:
+    def start_reduce(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, stop_requested: bool) -> None:
         """Start the all-reduce of this rank's numbers for a step that is in progress."""
-        norm = grad_norm if grad_norm is not None else torch.zeros((), device=self._device)
-        values = torch.stack(
-            [loss.detach().float(), norm.float(), torch.full((), float(stop_requested), device=self._device)]
-        )
+        stop = torch.full((), float(stop_requested), device=self._device)
+        values = torch.stack([loss.detach().float(), grad_norm.float(), stop])
         dist.all_reduce(values)
         values /= dist.get_world_size()
         if self._device.type == "cuda":
             values = torch.empty(3, pin_memory=True, device="cpu").copy_(values, non_blocking=True)
         now = _DeviceTimestamp(self._device)
-        self._pending.append((step, grad_norm is not None, values, self._step_start, now))
+        self._pending.append((step, values, self._step_start, now))
         self._step_start = now
 
     def read_ready(self, flush: bool = False) -> Iterator[StepStats]:
         """Yield the steps whose numbers are ready: on a GPU all but the last, unless ``flush``."""
         num_pending = 1 if self._device.type == "cuda" and not flush else 0
         while len(self._pending) > num_pending:
-            step, has_norm, values, start, end = self._pending.popleft()
+            step, values, start, end = self._pending.popleft()
             seconds = end.seconds_since(start)
             loss, norm, stop = values.tolist()
-            yield StepStats(step, loss, norm if has_norm else None, stop > 0, seconds)
+            yield StepStats(step, loss, norm, stop > 0, seconds)
 
 
 class _DeviceTimestamp:

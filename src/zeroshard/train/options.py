@@ -6,51 +6,51 @@ are the help texts: one line each, because tyro keeps line breaks.
 
 [Note: values and combinations]
 Options that belong together may come from different sources: a file, an earlier run, the command line. Each source is
-parsed on its own. So ``__post_init__`` checks single values, and ``check`` whether they fit together; it is called once
-all sources are read.
+parsed on its own. So ``__post_init__`` checks single numbers, and ``check`` all else; it is called once all sources are
+read.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import tempfile
+import tomllib
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from zeroshard.config.offload import parse_bytes
 from zeroshard.models import CONFIGURATIONS, PRESETS
-from zeroshard.train.trackers import TrackerName
 
 if TYPE_CHECKING:
     import torch
 
 Stage = Literal[0, 1, 2, 3]
 ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 AutoOption = Literal["stage", "offload", "recompute", "micro-batch"]
-PLANNED_OPTIONS: dict[AutoOption, str] = {  # what --auto sets
-    "stage": "stage",
+PLANNED_OPTIONS: dict[AutoOption, str] = {  # what --auto decides on
+    "stage": "stage configuration",
     "offload": "offload offload_fraction offload_parameters",
-    "recompute": "recompute offload_activations",
-    "micro-batch": "micro_batch",
+    "recompute": "recompute offload_activations configuration",
+    "micro-batch": "micro_batch accumulate",
 }
 DEFAULT_BATCH_SEQUENCES = 8  # sequences per step by default
-DEFAULT_PROFILE_STEPS = (4, 6)
 WARM_UP_STEPS = 3  # not profiled: they allocate states, learn the order of collectives, and record memory
 MAX_PROFILE_STEPS = 10  # a trace has some ten thousand events per step
 
 
 # numbers without an entry have no limit of their own
-MINIMUM = {
-    **dict.fromkeys("layers heads width sequence lora_rank vocabulary steps batch micro_batch accumulate".split(), 1),
-    **dict.fromkeys("ranks tensor replicas local_steps eval_sequences keep log_every".split(), 1),
-    **dict.fromkeys("warmup weight_decay clip min_lr seed outer_momentum".split(), 0),
-    **dict.fromkeys("eval_every checkpoint_every sample_tokens".split(), 0),
-}
+AT_LEAST_1 = (
+    "layers heads width sequence lora_rank vocabulary steps batch micro_batch accumulate "
+    "ranks tensor replicas local_steps eval_sequences keep log_every"
+)
+AT_LEAST_0 = "warmup weight_decay clip min_lr seed outer_momentum eval_every checkpoint_every sample_tokens"
+MINIMUM = {**dict.fromkeys(AT_LEAST_1.split(), 1), **dict.fromkeys(AT_LEAST_0.split(), 0)}
 POSITIVE = ("lora_alpha", "lr", "muon_lr", "outer_lr", "timeout")
 MAX_INT = 2**63 - 1
 MAX_TIMEOUT = 1e9  # seconds, 30 years: longer ones overflow
@@ -154,7 +154,7 @@ class DataOptions(OptionGroup):
     """The text to train on"""
 
     data: tuple[str, ...] = ()
-    """text files, directories of them, or one token file (.npy, or .bin of 16-bit ids); none: plays by Shakespeare"""
+    """text files, or one token file (.npy, or .bin of 16-bit ids); none: plays by Shakespeare"""
     validation: tuple[str, ...] = ()
     """validation data in the same formats; none: the last part of the training data"""
     holdout: float = 0.1
@@ -163,11 +163,6 @@ class DataOptions(OptionGroup):
     """a tokenizer.json, or a directory with one; None: the model's tokenizer, or a BPE trained on the data"""
     vocabulary: int | None = None
     """vocabulary size of the model and of a newly trained BPE; None: the preset's"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.holdout < 1:
-            raise ValueError(f"holdout must be between 0 and 1 (got {self.holdout:g})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +195,6 @@ class StepOptions(OptionGroup):
     """maximum gradient norm; 0: no clipping"""
     seed: int = 0
     """seed of the weights, the data order, dropout and the samples"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1 (got {self.betas})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +250,6 @@ class ShardOptions(OptionGroup):
     """processes to start on this machine, without torchrun or srun; None: one per GPU, or 2"""
     timeout: float = 600.0
     """seconds until ranks that wait for each other at different points raise an error"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if parse_bytes("memory", self.memory) == 0:
-            raise ValueError("memory is a limit for the states and activations of a rank (got 0 bytes)")
 
     @property
     def outer_optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
@@ -322,7 +307,7 @@ class RunOptions(OptionGroup):
     """also log the metrics to tensorboard, wandb or trackio, or several of them"""
     profile: bool = False
     """run torch's profiler in some steps: each rank writes a Chrome trace into the run directory"""
-    profile_steps: tuple[int, int] = DEFAULT_PROFILE_STEPS
+    profile_steps: tuple[int, int] = (4, 6)
     """with --profile: the first and the last of these steps, counted from where this run starts or resumes"""
     prompt: str | None = None
     """prompt of the sample that is generated at the end; None: some validation text"""
@@ -330,15 +315,6 @@ class RunOptions(OptionGroup):
     """length of the sample; 0: no sample"""
     dry_run: bool = False
     """print the settings of the run and the memory per rank, and exit"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        first, last = self.profile_steps
-        if not WARM_UP_STEPS < first <= last < first + MAX_PROFILE_STEPS:
-            raise ValueError(
-                f"profile_steps must be the first step, at least {WARM_UP_STEPS + 1} because earlier ones warm up, and "
-                f"the last, at most {MAX_PROFILE_STEPS - 1} later (got {first} and {last})"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,21 +333,26 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise if options do not fit together: see [Note: values and combinations]."""
-        training, sharding = self.training, self.sharding
+        model, data, training, sharding, run = self.model, self.data, self.training, self.sharding, self.run
+        first, last = run.profile_steps
+        if not WARM_UP_STEPS < first <= last < first + MAX_PROFILE_STEPS:
+            raise ValueError(
+                f"profile_steps must be the first step, at least {WARM_UP_STEPS + 1} because earlier ones warm up, and "
+                f"the last, at most {MAX_PROFILE_STEPS - 1} later (got {first} and {last})"
+            )
+        if not 0 < data.holdout < 1:
+            raise ValueError(f"holdout must be between 0 and 1 (got {data.holdout:g})")
+        if not all(0 <= beta < 1 for beta in training.betas):
+            raise ValueError(f"betas must be at least 0 and below 1 (got {training.betas})")
         if training.min_lr is not None and training.min_lr > training.lr:
             raise ValueError(f"min_lr must be at most lr, {training.lr:g} (got {training.min_lr:g})")
         if sharding.offload == "disk" and sharding.offload_directory is None:
             raise ValueError("offload disk needs --offload-directory: a directory on a fast local disk")
         if sharding.local_steps > 1 and sharding.replicas == 1 and sharding.stage > 0:
             raise ValueError("local_steps averages the rows of a mesh: set --replicas to their number, or use stage 0")
-        self._check_effects()
-
-    def _check_effects(self) -> None:
-        """Raise if an option is set and others leave it without effect."""
-        model, data, training, sharding, run = self.model, self.data, self.training, self.sharding, self.run
         chooses_offload = "offload" in sharding.auto
         uses_stage_3 = sharding.stage == 3 or "stage" in sharding.auto
-        for group, names, has_effect, why in (
+        for group, names, has_effect, why in (  # options that have an effect only with others
             (model, "lora_rank lora_alpha lora_targets", model.lora, "without lora: the whole model is trained"),
             (training, "muon_lr", training.optimizer == "muon", "without optimizer muon"),
             (data, "holdout", not data.validation, "with validation, whose data is used as it is"),
@@ -419,8 +400,7 @@ class TrainOptions:
         >>> TrainOptions().to_flat_dict()["stage"]
         3
         """
-        groups = [getattr(self, group.name) for group in fields(self)]
-        return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
+        return {name: value for group in vars(self).values() for name, value in vars(group).items()}
 
     def with_values(self, values: Mapping[str, Any]) -> TrainOptions:
         """Return a copy with other values of the options named; lists are those of a JSON file.
@@ -428,13 +408,11 @@ class TrainOptions:
         >>> TrainOptions().with_values({"stage": 2, "betas": [0.9, 0.99]}).training.betas
         (0.9, 0.99)
         """
-        changes = {}
-        for field_ in fields(self):
-            group = getattr(self, field_.name)
-            given = {option.name: values[option.name] for option in fields(group) if option.name in values}
-            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-            changes[field_.name] = replace(group, **given)
-        return replace(self, **changes)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        groups = {}
+        for title, group in vars(self).items():
+            groups[title] = replace(group, **{name: given[name] for name in vars(group).keys() & given.keys()})
+        return TrainOptions(**groups)
 
     def with_configuration(self, name: ConfigurationName) -> TrainOptions:
         """Return a copy with one of the paper's configurations applied.
@@ -506,3 +484,98 @@ class Batching:
                 "accumulate"
             )
         return cls(batch, micro, accumulate)
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def _parse(flags: Sequence[str], source: str = "") -> dict[str, Any]:
+    """Return the options that one source sets; tyro prints what is wrong with one, and ends the program."""
+    import tyro  # here: ranks need none of it
+
+    where = f" (options of {source})" if source else ""
+    program = f"zeroshard train{where}"
+    parsed = tyro.cli(TrainOptions, args=list(flags), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+    words = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    words |= {word.removeprefix("no_") for word in words}
+    given = {name: value for name, value in parsed.to_flat_dict().items() if name in words}
+    both = _explicit(given) & set(given.get("auto", ()))
+    if both:
+        raise ValueError(f"{' and '.join(sorted(both))} is set explicitly and in --auto{where}: omit one of them")
+    return given
+
+
+def _apply(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+    """Return a copy of the options with those of one source: its configuration first, then single options."""
+    auto = set(given.get("auto", options.sharding.auto))
+    if "auto" in given and not auto:
+        auto = set(PLANNED_OPTIONS)
+    auto -= _explicit(given)
+    if given.get("configuration") is not None:
+        options = options.with_configuration(given["configuration"])
+    return options.with_values(given).with_auto(tuple(name for name in PLANNED_OPTIONS if name in auto))
+
+
+def read_options(argv: Sequence[str]) -> TrainOptions:
+    """Read the options of a command line, and of the file and the run that it names. Raise if they do not fit.
+
+    >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
+    4
+    """
+    sources = [_parse(argv)]
+    config = sources[0].get("config")
+    if config is not None:
+        sources.insert(0, _parse(_to_flags(_read_options_file(Path(config))), config))
+    given = {name: value for source in sources for name, value in source.items()}
+    if given.get("resume"):
+        sources.insert(0, _parse(_to_flags(_saved_options(given.get("out"))), "the run's config.json"))
+    options = TrainOptions()
+    for source in sources:
+        options = _apply(options, source)
+    options.check()
+    return options
+
+
+def _explicit(values: Mapping[str, Any]) -> set[AutoOption]:
+    """Return the options that --auto could choose and ``values`` set."""
+    return {name for name, options in PLANNED_OPTIONS.items() if values.keys() & set(options.split())}
+
+
+def _saved_options(out: str | None) -> dict[str, Any]:
+    """Return the options of the run to resume, with its directory; empty if it would be a new run."""
+    from zeroshard.train.run_directory import RunDirectory, newest_run  # imports torch, which `--help` does not need
+
+    path = Path(out) if out is not None else newest_run(Path("runs"))
+    if path is None:
+        raise ValueError("there is no run under runs/ to resume: pass its directory as --out")
+    run = RunDirectory(path)
+    return {**run.read_config(), "out": str(path)} if run.has_run() else {}
+
+
+def _read_options_file(path: Path) -> dict[str, Any]:
+    """Read a TOML or JSON file of options."""
+    is_json = path.suffix == ".json"
+    try:
+        text = path.read_text()
+        values = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not {'JSON' if is_json else 'TOML'}: {error}") from error
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"{path} must be a flat table of options, such as `stage = 3`")
+    return values
+
+
+def _to_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return options as command-line flags."""
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if name == "auto" and (value is False or value == []):
+            continue  # none: a bare flag would mean all options
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, (list, tuple)):
+            flags += [flag, *map(str, value)]
+        else:
+            flags.append(f"{flag}={value}")  # also works for values that begin with a dash
+    return flags

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -20,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from zeroshard.train.options import TrainingError
+from zeroshard.utils.command_line import print_error
 
 ERROR_DIR_ENV = "ZEROSHARD_ERROR_DIR"  # environment variable: the directory for error reports of failed ranks
 PEER_LOST_MESSAGES = ("Connection closed by peer", "remote worker")  # in gloo's errors when another rank has died
@@ -52,7 +51,8 @@ class RankInfo:
     @classmethod
     def init(cls, device: str, timeout: float, store: Store | None = None) -> RankInfo:
         """Join the ranks that meet in ``store``, or at MASTER_ADDR:MASTER_PORT: over NCCL on GPUs, gloo elsewhere."""
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         count = torch.cuda.device_count() if on_gpu else 0
         local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, count)))
@@ -66,15 +66,14 @@ class RankInfo:
         torch_device = torch.device("cuda", device_index) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(torch_device)
-        place: dict[str, Any] = {}
+        limit = timedelta(seconds=timeout)
         if store is not None:
-            store.set_timeout(timedelta(seconds=timeout))
-            place = {"store": store, "rank": rank, "world_size": world_size}
+            store.set_timeout(limit)
         elif rank:
             _wait_for_master(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **place)
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise TrainingError(f"rank {rank} cannot join the job of {world_size} ranks: {reason}") from error
@@ -111,6 +110,7 @@ def _wait_for_master(host: str, port: int, timeout: float) -> None:
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
+            return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise TrainingError(
@@ -118,8 +118,6 @@ def _wait_for_master(host: str, port: int, timeout: float) -> None:
                     "MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
                 ) from error
             time.sleep(0.2)
-        else:
-            return
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -150,19 +148,15 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
         }
     else:
         return None
-    _check_launcher_numbers(given)
-    return given
-
-
-def _check_launcher_numbers(environment: Mapping[str, str]) -> None:
-    for name, value in environment.items():
+    for name, value in given.items():
         if name != "MASTER_ADDR" and not value.isdecimal():
             raise TrainingError(f"{name} must be a number (got {value!r}): the program that starts the ranks sets it")
-    rank, world_size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world_size, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise TrainingError(f"RANK must be below WORLD_SIZE, {world_size} (got {rank})")
     if not 0 < port < 2**16:
         raise TrainingError(f"MASTER_PORT must be a port, 1 to {2**16 - 1} (got {port})")
+    return given
 
 
 def first_slurm_host(hosts: str) -> str:
@@ -182,7 +176,7 @@ def is_peer_lost(error: BaseException) -> bool:
     from zeroshard.comm import RanksDisagreeError  # late: it imports DTensor, which the launcher does not need
 
     is_told = any(fragment in str(error) for fragment in PEER_LOST_MESSAGES)
-    return is_told or isinstance(error, (RanksDisagreeError, DistError))
+    return is_told or isinstance(error, (RanksDisagreeError, dist.DistError))
 
 
 def report_failure(error: BaseException, rank: int, message: str | None = None) -> None:
@@ -196,7 +190,7 @@ def report_failure(error: BaseException, rank: int, message: str | None = None) 
         partial.write_text(json.dumps(report))
         partial.rename(partial.with_suffix(".error.json"))
         return
-    print(f"zeroshard train: {message}", file=sys.stderr)
+    print_error("train", message)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         ErrorHandler().record_exception(error)
 

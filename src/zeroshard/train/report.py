@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from itertools import accumulate
@@ -41,23 +41,24 @@ def write_html_report(run: Path) -> Path:
     Traceback (most recent call last):
     FileNotFoundError: runs/none/run.json does not exist: pass the directory of a run of `zeroshard train`
     """
-    record_path = Path(run) / "run.json"
+    run = Path(run)
+    record_path = run / "run.json"
     if not record_path.is_file():
         raise FileNotFoundError(f"{record_path} does not exist: pass the directory of a run of `zeroshard train`")
     record = read_json(record_path)
     check_format(record, record_path)
-    entries = read_metrics(record_path.with_name("metrics.jsonl"))
+    entries = read_metrics(run / "metrics.jsonl")
     try:
         charts = draw_charts(record, entries)
         page = _render(record, entries, charts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{record_path} is damaged ({reason}): restore the file, or resume the run") from error
-    directory = record_path.with_name("charts")
+    directory = run / "charts"
     directory.mkdir(exist_ok=True)
     for name, chart in charts.items():
         (directory / f"{name}.svg").write_text(as_svg([chart]), encoding="utf-8", errors="replace")
-    report_path = record_path.with_name("report.html")
+    report_path = run / "report.html"
     report_path.write_text(page, encoding="utf-8", errors="replace")  # an unpaired surrogate would raise
     return report_path
 
@@ -158,13 +159,11 @@ def _memory_over_step(over_step: Mapping[str, Any]) -> Chart:
 
 
 def _render(record: Mapping[str, Any], entries: Entries, charts: Mapping[str, Chart]) -> str:
-    names = ("loss", *METRICS, "states", "buffers", "memory", "collectives")
-    headline = _headline(record, entries)
     model = record["model"]
     facts = [model["description"], f"{format_count(model['parameters'])} parameters", f"ZeRO stage {record['stage']}"]
     facts += [f"{record['ranks']} ranks", record["device"], record["backend"], record["precision"]]
-    tensor = record["tensor_parallel_ranks"]
-    facts += [f"tensor parallel over {tensor}"] if tensor > 1 else []
+    if record["tensor_parallel_ranks"] > 1:
+        facts.append(f"tensor parallel over {record['tensor_parallel_ranks']}")
     facts.append(f"{datetime.fromisoformat(record['started']):%d %B %Y, %H:%M %Z}")
     samples = [
         f'<figure class="card sample"><figcaption>after step {sample["step"]}</figcaption><pre dir="auto">'
@@ -172,14 +171,15 @@ def _render(record: Mapping[str, Any], entries: Entries, charts: Mapping[str, Ch
         for sample in record["samples"]
     ]
     return Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8")).substitute(
-        {name: charts[name].as_html() if name in charts else ABSENT for name in names},
+        defaultdict(lambda: ABSENT, {name: chart.as_html() for name, chart in charts.items()}),
         style=STYLE,
         name=escape(record["name"]),
         outcome=escape(record["outcome"]),
         message=escape(record["message"]),
         facts="".join(f"<li>{escape(fact)}</li>" for fact in facts),
         headline="".join(
-            f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd>{note}</dd></div>' for name, value, note in headline
+            f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd>{note}</dd></div>'
+            for name, value, note in _headline(record, entries)
         ),
         samples="".join(samples) or ABSENT,
         checkpoints=escape(", ".join(record["checkpoints"])),
@@ -193,30 +193,28 @@ def _table_rows(values: Mapping[str, Any]) -> str:
     return "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
 
 
-def _headline(record: Mapping[str, Any], entries: Entries) -> list[tuple[str, str, str]]:
-    """Return name, value and note of the numbers at the top of the report, those that were recorded."""
-    figures = []
+def _headline(record: Mapping[str, Any], entries: Entries) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and note of the numbers at the top of the report, those that were recorded."""
     loss = series(entries, "loss")
     if loss:
         note = f"at step {loss[-1][0]:,}, from {loss[0][1]:.2f} at step {loss[0][0]:,}"
-        figures.append(("Training loss", f"{loss[-1][1]:.2f}", note))
+        yield "Training loss", f"{loss[-1][1]:.2f}", note
     evaluations = series(entries, "validation_loss")
     if evaluations:
         step, best = min(evaluations, key=lambda pair: pair[1])
         note = f"best at step {step:,}, perplexity {math.exp(min(best, 700)):,.2f}"
-        figures.append(("Held-out loss", f"{evaluations[0][1]:.2f} → {best:.2f}", note))
+        yield "Held-out loss", f"{evaluations[0][1]:.2f} → {best:.2f}", note
     speeds = series(entries, "tokens_per_s")
     if speeds:
         notes = ["median of all steps"]
         for key, form in (("tflops", "{:.3g} TFLOP/s"), ("mfu", "{:.1%} of the device's peak")):
             values = [value for _, value in series(entries, key)]
             notes += [form.format(median(values))] if values else []
-        figures.append(("Tokens per second", format_count(median(value for _, value in speeds)), ", ".join(notes)))
+        yield "Tokens per second", format_count(median(value for _, value in speeds)), ", ".join(notes)
     ranks = record["memory_by_rank"]
     if ranks:
         held = max(sum(state_bytes(rank).values()) for rank in ranks)
         ddp = sum(record["ddp_state_bytes"].values())
         note = f"of model states; plain data parallelism has {format_bytes(ddp)}, {ddp / held:.1f} × as much"
-        figures.append(("Memory per rank", format_bytes(held), note))
-    figures.append(("Time", format_clock(record["seconds"]), f"{len(loss):,} steps"))
-    return figures
+        yield "Memory per rank", format_bytes(held), note
+    yield "Time", format_clock(record["seconds"]), f"{len(loss):,} steps"

@@ -8,16 +8,13 @@ import re
 import socket
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroshard.train.options import TrainingError
 from zeroshard.utils.atomic_file import read_json, write_json
-
-LOCK_FILE = "lock"
-DIVERGED_DIR = "diverged"  # subdirectory for checkpoints whose weights gave a loss that was not finite
 
 
 class RunDirectory:
@@ -36,17 +33,17 @@ class RunDirectory:
         self.model_dir = path / "model"
         self.data_dir = path / "data"
         self.traces_dir = path / "traces"
-        self._lock_finalizer: weakref.finalize[Any, Any] | None = None  # closes the lock's file descriptor
+        self.unlock: Callable[[], object] = lambda: None
+        """Releases the lock, if there is one."""
 
     def lock(self) -> None:
         """Lock the directory until this process ends, however it ends; raise if another run holds the lock.
 
         The file ``lock`` remains and names its last holder; only the system's lock on it (``flock``) counts.
         """
-        path = self.path / LOCK_FILE
+        path = self.path / "lock"
         lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._lock_finalizer = weakref.finalize(self, os.close, lock_fd)
-        self._lock_finalizer.atexit = False  # at exit the system closes it
+        self.unlock = weakref.finalize(self, os.close, lock_fd)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -64,11 +61,6 @@ class RunDirectory:
             return
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def unlock(self) -> None:
-        """Release the lock."""
-        if self._lock_finalizer is not None:
-            self._lock_finalizer()
 
     def has_run(self) -> bool:
         """Return whether a run was started here."""
@@ -138,20 +130,6 @@ class RunCheckpoint:
     seconds: float
     """Seconds these steps took."""
 
-    @classmethod
-    def read(cls, path: Path) -> RunCheckpoint:
-        """Read what a checkpoint says of the run."""
-        from zeroshard.checkpoint import CheckpointIndex  # late: the launcher needs none of it
-
-        extra = CheckpointIndex.read(path).extra
-        step, seconds = extra.get("step"), extra.get("seconds")
-        if type(step) is not int or step < 0 or type(seconds) not in (int, float):
-            raise TrainingError(
-                f"{path} is not a checkpoint of `zeroshard train`: its extra must have the numbers step and seconds "
-                f"(got {step!r} and {seconds!r}). Resume from another checkpoint"
-            )
-        return cls(path, step, seconds)
-
 
 def checkpoint_path(parent: Path, step: int) -> Path:
     """Return the path of a step's checkpoint.
@@ -177,25 +155,38 @@ def complete_checkpoints(parent: Path) -> list[Path]:
 
 def newest_checkpoint(directory: RunDirectory) -> RunCheckpoint | None:
     """Return the checkpoint to resume from; None if the run has not saved one. Raise if what it saved is gone."""
+    from zeroshard.checkpoint import CheckpointIndex  # late: the launcher needs none of it
+
     complete = complete_checkpoints(directory.checkpoints_dir)
-    saved = directory.read_record().get("checkpoints")
-    if saved and not complete:
+    if not complete:
+        saved = directory.read_record().get("checkpoints")
+        if not saved:
+            return None
         raise TrainingError(
             f"{directory.checkpoints_dir} has no checkpoint, but this run has saved {saved[-1]}: put it back, or start "
             "a new run with another --out"
         )
-    return RunCheckpoint.read(complete[-1]) if complete else None
+    path = complete[-1]
+    extra = CheckpointIndex.read(path).extra
+    step = extra.get("step")
+    seconds = extra.get("seconds")
+    if type(step) is not int or step < 0 or type(seconds) not in (int, float):
+        raise TrainingError(
+            f"{path} is not a checkpoint of `zeroshard train`: its extra must have the numbers step and seconds "
+            f"(got {step!r} and {seconds!r}). Resume from another checkpoint"
+        )
+    return RunCheckpoint(path, step, seconds)
 
 
 def quarantine(path: Path) -> None:
     """Move a checkpoint away without deleting it, so that no run resumes from it."""
     from zeroshard.checkpoint import update_latest
 
-    diverged_dir = path.parent / DIVERGED_DIR
+    diverged_dir = path.parent / "diverged"  # checkpoints whose weights gave a loss that was not finite
     diverged_dir.mkdir(exist_ok=True)
-    target, number = diverged_dir / path.name, 1
+    target = diverged_dir / path.name
     while target.exists():  # the same step diverged before
-        target, number = diverged_dir / f"{path.name}.{number}", number + 1
+        target = target.with_name(f"{target.name}.again")
     path.rename(target)
     for newest in complete_checkpoints(path.parent)[-1:]:
         update_latest(newest)

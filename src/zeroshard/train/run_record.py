@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-import zeroshard
 from zeroshard.memory import Profile, Report
 from zeroshard.models import find_output_layers
 from zeroshard.planner import PredictedTraffic, predict_memory, predict_traffic
-from zeroshard.train.models.language_model import LanguageModel, sequence_length
+from zeroshard.train.models import LanguageModel
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
+from zeroshard.utils.version import software_versions
 
 FORMAT = {"format": "zeroshard run", "version": 1}
 STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states", "outer optimizer")  # in stacking order
@@ -77,8 +77,7 @@ class RunRecord:
         self.start_time -= seconds
         if previous:
             check_format(previous, Path("run.json"))
-        for name in RESULTS:
-            setattr(self, name, previous.get(name, getattr(self, name)))
+        vars(self).update((name, value) for name, value in previous.items() if name in RESULTS)
 
     def set_step(self, memory: list[dict[str, Any]], report: Report) -> None:
         """Store the memory of all ranks and the traffic of a step."""
@@ -92,12 +91,7 @@ class RunRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return the contents of ``run.json``."""
         fields = {name: value for name, value in vars(self).items() if name not in ("predicted", "start_time")}
-        versions = {
-            "zeroshard": zeroshard.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-        }
+        versions = {**software_versions(), "platform": platform.platform()}
         return {**FORMAT, **fields, "seconds": round(self.seconds, 3), "versions": versions}
 
 
@@ -135,7 +129,7 @@ def describe_run(
         **options.sharding.shard_options,
     )
     if options.model.has_activation_checkpointing and options.model.partition_activations and rank_info.tp_size > 1:
-        tokens = batching.micro * batching.accumulate * sequence_length(options.model, language_model)
+        tokens = batching.micro * batching.accumulate * language_model.sequence
         inputs_numel = language_model.layers * language_model.width * tokens
         predicted.step["activation gather"] = inputs_numel * (4 if precision == "fp32" else 2)
     return RunRecord(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self, TextIO
 
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.utils.format import escape_control_chars, format_bytes, format_count
+from zeroshard.utils.command_line import make_echo
+from zeroshard.utils.format import format_bytes, format_count
 
 RECENT_STEPS = 240  # losses in the sparkline
 ETA_WINDOW_STEPS = 50  # steps used to estimate the remaining time
@@ -41,10 +41,9 @@ class RunProgress:
     @property
     def seconds_left(self) -> float:
         """Seconds until the last step, estimated from recent steps; not a number until two are known."""
-        window = self.recent[-ETA_WINDOW_STEPS:]
-        if len(window) < 2:
+        if len(self.recent) < 2:
             return math.nan
-        first, last = window[0], window[-1]
+        first, *_, last = self.recent[-ETA_WINDOW_STEPS:]
         return (self.total_steps - last.step) * (last.seconds - first.seconds) / (last.step - first.step)
 
     @property
@@ -67,13 +66,14 @@ class RunView:
     def __init__(
         self, stream: TextIO | None = None, *, total_steps: int = 0, start_step: int = 0, log_every: int = 10
     ) -> None:
-        self._stream = stream
+        self._print = None if stream is None else make_echo(stream)
         self._log_every = log_every
         self._progress = RunProgress(total_steps, start_step)
         self._last_step_shown = start_step
 
-    def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
+    def show_header(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Show the description of the run, as pairs of label and value."""
+        lines = list(pairs)
         width = max((len(label) for label, _ in lines), default=0)
         for label, value in lines:
             self.show_message(f"{label:<{width}}  {value}")
@@ -97,22 +97,15 @@ class RunView:
 
     def show_message(self, text: str) -> None:
         """Show a message, with control characters escaped."""
-        if self._stream is None:
-            return
-        encoding = self._stream.encoding or "utf-8"
-        try:
-            self._stream.write(escape_control_chars(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
-            self._stream.flush()
-        except OSError:  # the reader has closed the pipe (`| head`): training continues
-            if self._stream is sys.stdout:  # Python flushes stdout at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self._stream = None
+        if self._print is not None:
+            with suppress(OSError):  # for example a full disk: training continues
+                self._print(text)
 
     def show_sample(self, prompt: str, text: str) -> None:
         """Show the prompt, and below it the `text` that the model generated, each line after a bar."""
         self.show_message("\n  | ".join([f"sample after {prompt!r}", *text.split("\n")]))
 
-    def show_footer(self, lines: Sequence[tuple[str, str]]) -> None:
+    def show_footer(self, lines: Iterable[tuple[str, str]]) -> None:
         """Show the final state, then how the run ended, as pairs of label and value. No step follows."""
         self.close()
         self.show_header(lines)
@@ -129,23 +122,20 @@ class RunView:
         self.close()
 
     def _step_label(self, step: int) -> str:
-        total = str(self._progress.total_steps)
-        return f"step {step:>{max(4, len(total))}}/{total}"
+        total = self._progress.total_steps
+        return f"step {step:>{max(4, len(str(total)))}}/{total}"
 
     def _write_step_line(self) -> None:
         metrics = self._progress.recent[-1]
         self._last_step_shown = metrics.step
-        columns = [
-            self._step_label(metrics.step),
-            f"loss {format_metric(metrics.loss):<6}",
-            f"lr {metrics.lr:.1e}",
-            f"norm {format_metric(metrics.grad_norm, digits=2):<5}",
-            f"{format_count(metrics.tokens_per_s):>5} tokens/s",
-            f"comm {format_percent(metrics.communication):<4}",
-        ]
+        line = (
+            f"{self._step_label(metrics.step)}  loss {format_metric(metrics.loss):<6}  lr {metrics.lr:.1e}  "
+            f"norm {format_metric(metrics.grad_norm, digits=2):<5}  {format_count(metrics.tokens_per_s):>5} tokens/s  "
+            f"comm {format_percent(metrics.communication):<4}"
+        )
         if metrics.tflops is not None:
-            columns += [f"{metrics.tflops:>5.1f} TFLOPS", f"mfu {format_percent(metrics.mfu):<4}"]
-        self.show_message("  ".join([*columns, f"eta {format_clock(self._progress.seconds_left)}"]))
+            line += f"  {metrics.tflops:>5.1f} TFLOPS  mfu {format_percent(metrics.mfu):<4}"
+        self.show_message(f"{line}  eta {format_clock(self._progress.seconds_left)}")
 
 
 def format_metric(value: float | None, digits: int = 3) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,20 +14,15 @@ import torch
 
 import zeroshard
 from zeroshard.models import find_output_layers
-from zeroshard.planner import PredictedMemory, predict_memory
-from zeroshard.train.auto_options import resolve_auto, target_machine
-from zeroshard.train.models.language_model import (
-    LanguageModel,
-    open_language_model,
-    sequence_length,
-)
+from zeroshard.planner import predict_memory
+from zeroshard.tensor_parallel import local_numels
+from zeroshard.train.models import LanguageModel, open_language_model
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_record import describe_model, state_bytes
 from zeroshard.train.run_view import RunView
-from zeroshard.train.training_setup import TrainingSetup, check_tensor_parallel, resolve_precision
+from zeroshard.train.training_setup import TrainingSetup, resolve_auto, resolve_precision, target_machine
 from zeroshard.utils.format import format_bytes
 
-STAGES = (0, 1, 2, 3)
 EIGHT_BIT_LABELS = {"gather_dtype": "gathers", "reduce_wire": "reductions"}
 
 
@@ -61,8 +57,8 @@ def option_lines(
     device: str,
     plan_reason: str,
     sequence: int,
-) -> list[tuple[str, str]]:
-    """Return what the options of a run mean, as pairs of label and value. ``model`` is that of its record.
+) -> Iterator[tuple[str, str]]:
+    """Yield what the options of a run mean, as pairs of label and value. ``model`` is that of its record.
 
     >>> model = {"description": "GPT", "parameters": 1000}
     >>> dict(option_lines(TrainOptions().with_configuration("C5"), model, "bf16", 2, "cpu", "", 128))["ZeRO"]
@@ -77,78 +73,75 @@ def option_lines(
     name = f"{sharding.configuration}: " if sharding.configuration is not None else ""
     keeps_copy = sharding.stage == 3 and precision in ("bf16", "fp16", "fp8") and not sharding.cast_on_gather
     copy = " shards kept with the master weights" if keeps_copy else ""
-    lines = [
-        ("model", f"{model['description']}, {model['parameters']:,} parameters"),
-        ("ranks", f"{ranks} on {device}{groups}{rows}{averages}"),
-        ("ZeRO", f"{name}stage {sharding.stage}, {precision}{copy}"),
-    ]
+    yield "model", f"{model['description']}, {model['parameters']:,} parameters"
+    yield "ranks", f"{ranks} on {device}{groups}{rows}{averages}"
+    yield "ZeRO", f"{name}stage {sharding.stage}, {precision}{copy}"
     if plan_reason:
-        lines.append(("plan", plan_reason))
+        yield "plan", plan_reason
     if sharding.offload != "device" and sharding.offload_fraction:
         share = f"{sharding.offload_fraction:.0%} of optimizer states"
-        lines.append(("offload", f"{share} on {sharding.offload}, updated by the CPU"))
+        yield "offload", f"{share} on {sharding.offload}, updated by the CPU"
     if sharding.offload_parameters:
-        lines.append(("offload", "parameters in host memory, copied to the device for each use"))
+        yield "offload", "parameters in host memory, copied to the device for each use"
     if options.model.has_activation_checkpointing:
         location = "in host memory" if options.model.offload_activations else "on the device"
         share = f", 1/{tensor} on each rank" if options.model.partition_activations and tensor > 1 else ""
-        lines.append(("blocks", f"recomputed from inputs kept {location}{share}"))
+        yield "blocks", f"recomputed from inputs kept {location}{share}"
     plural = "s" if batching.accumulate > 1 else ""
-    steps = (
+    yield (
+        "steps",
         f"{options.training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} per rank and "
-        f"backward, {batching.accumulate} backward{plural} per step"
+        f"backward, {batching.accumulate} backward{plural} per step",
     )
-    return [*lines, ("steps", steps)]
 
 
-def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:
-    """Return the description of a run, as pairs of label and value."""
+def header_lines(setup: TrainingSetup) -> Iterator[tuple[str, str]]:
+    """Yield the description of a run, as pairs of label and value."""
     options, record = setup.options, setup.record
     sequence = setup.train_loader.sequence
     validation = f", {len(setup.validation_loader.tokens):,} for validation" if setup.validation_loader else ""
     report = zeroshard.report(setup.model)
     device = f"{record.device} over {record.backend}"
-    lines = [
-        *option_lines(options, record.model, setup.precision, record.ranks, device, setup.plan_reason, sequence),
-        ("data", f"{len(setup.train_loader.tokens):,} tokens for training{validation}"),
-        *((EIGHT_BIT_LABELS[option], str(params)) for option, params in report.eight_bits.items()),
-        (options.training.optimizer, str(report.routing)),
-    ]
+    yield from option_lines(options, record.model, record.precision, record.ranks, device, setup.plan_reason, sequence)
+    yield "data", f"{len(setup.train_loader.tokens):,} tokens for training{validation}"
+    for option, params in report.eight_bits.items():
+        yield EIGHT_BIT_LABELS[option], str(params)
+    yield options.training.optimizer, str(report.routing)
     if report.float8 is not None:
-        lines.append(("float8", str(report.float8)))
-    if start_step:
-        lines.append(("resume", f"from step {start_step}"))
+        yield "float8", str(report.float8)
+    if setup.start_step:
+        yield "resume", f"from step {setup.start_step}"
     if options.run.profile:
-        steps = options.profiled_steps(start_step)
+        steps = options.profiled_steps(setup.start_step)
         text = f"steps {steps[0]} to {steps[-1]}" if steps else f"no step: the run ends before step {steps.start}"
-        lines.append(("profile", text))
-    return [*lines, ("run", str(setup.directory.path))]
+        yield "profile", text
+    yield "run", str(setup.directory.path)
 
 
-def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None) -> list[tuple[str, str]]:
-    """Return the results of a run and the next commands, as pairs of label and value."""
+def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None) -> Iterator[tuple[str, str]]:
+    """Yield the results of a run and the next commands, as pairs of label and value."""
     record, directory = setup.record, setup.directory
-    lines = [("outcome", f"{record.outcome} after step {steps_done}")]
+    yield "outcome", f"{record.outcome} after step {steps_done}"
     if record.memory_by_rank:
         held = max(sum(state_bytes(rank).values()) for rank in record.memory_by_rank)
         ddp = sum(record.ddp_state_bytes.values())
         ratio = f", {ddp / held:.1f} × less than the {format_bytes(ddp)} of plain data parallelism"
-        lines.append(("memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"))
+        yield "memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"
     needed = sum(record.needed_bytes_per_step.values())
     if needed:
         moved = sum(traffic["bytes"] for traffic in record.collectives_per_step.values())
         prediction = f"{moved / needed:.2f} × the {format_bytes(needed)} that these options need"
-        lines.append(("traffic", f"{format_bytes(moved)} per rank in a step, {prediction}"))
+        yield "traffic", f"{format_bytes(moved)} per rank in a step, {prediction}"
     if report_path is not None:
-        lines.append(("report", str(report_path)))
+        yield "report", str(report_path)
     if record.checkpoints:
-        lines.append(("checkpoint", str(directory.checkpoints_dir / record.checkpoints[-1])))
+        yield "checkpoint", str(directory.checkpoints_dir / record.checkpoints[-1])
     if record.outcome != "finished":
-        return [*lines, ("resume", resume_command(setup))]
-    lines.append(("weights", str(directory.model_dir)))
-    if setup.corpus.tokenizer_path is not None:
-        lines.append(("generate", f"zeroshard generate {shlex.quote(str(directory.path))} --prompt 'Once'"))
-    return lines
+        yield "resume", resume_command(setup)
+        return
+    yield "weights", str(directory.model_dir)
+    if setup.corpus.tokenizer is not None:
+        yield "generate", f"zeroshard generate {shlex.quote(str(directory.path))} --prompt 'Once'"
 
 
 def resume_command(setup: TrainingSetup) -> str:
@@ -164,7 +157,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
     """
     options.batching(ranks)  # raises before the model is built
     language_model = open_language_model(options.model, options.data)
-    check_tensor_parallel(options, language_model.module)
+    local_numels(language_model.module, options.sharding.tensor)  # raises if the layers cannot be split
     device = "cuda" if options.sharding.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = resolve_precision(options, device)
     if options.sharding.auto and options.sharding.machine is not None:
@@ -172,9 +165,9 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         device = machine.kind
         precision = machine.default_precision if options.sharding.precision == "auto" else precision
     options, plan_reason = resolve_auto(options, language_model, precision, ranks)
-    sequence = sequence_length(options.model, language_model)
+    model = describe_model(language_model)
     lines = [
-        *option_lines(options, describe_model(language_model), precision, ranks, device, plan_reason, sequence),
+        *option_lines(options, model, precision, ranks, device, plan_reason, language_model.sequence),
         ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),
         ("out", options.run.out or f"runs/{options.name}, with a number if it exists"),
     ]
@@ -192,29 +185,25 @@ def _memory_table(
 ) -> list[str]:
     """Return a table of the memory per rank: one column for each stage that the mesh allows."""
     sharding = options.sharding
-
-    def predict(stage: int) -> PredictedMemory:
+    columns: dict[str, dict[str, int]] = {}
+    for stage in range(4):
         changes: dict[str, Any] = {"stage": stage}
-        if stage != 3:
-            changes |= {"gather_dtype": None, "offload": {**sharding.offload_config, "parameters": "device"}}
+        if stage < 3:
+            changes |= {"gather_dtype": None, "offload_parameters": False}
         if stage == 0:
             changes["reduce_wire"] = None
-        return predict_memory(
-            language_model.module,
-            ranks=ranks,
-            tensor=sharding.tensor,
-            replicas=sharding.replicas,
-            optimizer=options.training.optimizer,
-            precision=precision,
-            keep_bf16=find_output_layers(language_model.module),
-            on_gpu=on_gpu,
-            **{**sharding.shard_options, **changes},
-        )
-
-    columns: dict[str, dict[str, int]] = {}
-    for stage in STAGES:
         try:
-            predicted = predict(stage)
+            predicted = predict_memory(
+                language_model.module,
+                ranks=ranks,
+                tensor=sharding.tensor,
+                replicas=sharding.replicas,
+                optimizer=options.training.optimizer,
+                precision=precision,
+                keep_bf16=find_output_layers(language_model.module),
+                on_gpu=on_gpu,
+                **replace(sharding, **changes).shard_options,
+            )
         except ValueError:
             if stage == sharding.stage:
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ import zeroshard
 from zeroshard.comm import all_gather_object
 from zeroshard.memory import Profile
 from zeroshard.planner import gpu_peak_flops
+from zeroshard.train.data.corpus import TOKENIZER_FILE
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.generation import generate_sample
 from zeroshard.train.metrics import (
@@ -26,6 +26,7 @@ from zeroshard.train.metrics import (
     StepStatsReducer,
     count_matmul_params,
     flops_per_token,
+    start_tracker,
 )
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.rank import StopRequest
@@ -34,7 +35,6 @@ from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, comp
 from zeroshard.train.run_record import memory_by_kind, memory_timeline, state_bytes
 from zeroshard.train.run_view import RunView
 from zeroshard.train.summary import footer_lines, header_lines, open_view, resume_command
-from zeroshard.train.trackers import start_tracker
 from zeroshard.train.training_setup import TrainingSetup
 
 # steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
@@ -76,8 +76,7 @@ def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
     try:
         for first in range(0, math.ceil(count / rank_info.dp_size), micro):
             chunk = own[first : first + micro]
-            pairs = [loader.sequential_batch(position, 1) for position in chunk or (0,)]
-            tokens, targets = (torch.cat(part).to(rank_info.device) for part in zip(*pairs, strict=True))
+            tokens, targets = (part.to(rank_info.device) for part in loader.read_windows(chunk or (0,)))
             total += setup.language_model.loss(setup.model, tokens, targets) * len(chunk)
     finally:
         setup.model.train()
@@ -92,19 +91,21 @@ class CheckpointSaver:
         self._setup = setup
         self._directory = setup.directory.checkpoints_dir
         self._pending: zeroshard.Save | None = None
-        self.last_saved_step = -1 if setup.resume_checkpoint is None else setup.resume_checkpoint.step
+        self.last_saved_step = setup.start_step
 
     def start(self, step: int, is_last: bool) -> Path:
         """Start to write a checkpoint and return its path; the oldest checkpoints are deleted afterwards."""
         self.wait()
-        path, keep = checkpoint_path(self._directory, step), self._setup.options.run.keep
+        setup = self._setup
+        path = checkpoint_path(self._directory, step)
+        keep = setup.options.run.keep
         with self._with_resume_hint():
             self._pending = zeroshard.save(
                 path,
-                self._setup.model,
-                self._setup.optimizer,
-                extra={"step": step, "seconds": round(self._setup.record.seconds, 3)},
-                frozen=not self._setup.language_model.is_pretrained,  # frozen weights stay in their own files
+                setup.model,
+                setup.optimizer,
+                extra={"step": step, "seconds": round(setup.record.seconds, 3)},
+                frozen=not setup.language_model.is_pretrained,  # frozen weights stay in their own files
                 # the newest checkpoint is known to be good only after a step from it, so the previous one is kept too
                 keep=keep if is_last else max(keep, 2),
                 wait=False,
@@ -152,8 +153,9 @@ class CheckpointSaver:
 class StepTracer:
     """Profiles the steps of ``--profile-steps``. If training raises, ``with tracer.trace:`` writes nothing."""
 
-    def __init__(self, setup: TrainingSetup, start_step: int) -> None:
-        self._setup, self._steps = setup, setup.options.profiled_steps(start_step)
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._steps = setup.options.profiled_steps(setup.start_step)
         self.trace = ExitStack()  # holds the profiler while it is running
 
     def begin_step(self, step: int) -> AbstractContextManager[Any] | None:
@@ -186,21 +188,22 @@ class Trainer:
     def __init__(self, setup: TrainingSetup, stop_request: StopRequest) -> None:
         self.setup, self.stop_request = setup, stop_request
         self.options, self.rank_info, self.record = setup.options, setup.rank_info, setup.record
-        self.start_step = setup.resume_checkpoint.step if setup.resume_checkpoint is not None else 0
+        self.start_step = setup.start_step
         self.steps_done = self.start_step
         self.is_stopping = False
-        self._saver, self._tracer = CheckpointSaver(setup), StepTracer(setup, self.start_step)
+        self._saver = CheckpointSaver(setup)
+        self._tracer = StepTracer(setup)
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
-        self._peak_flops = gpu_peak_flops(setup.record.device, setup.precision)
+        self._peak_flops = gpu_peak_flops(setup.record.device, setup.record.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
             setup.language_model.width,
             setup.train_loader.sequence,
         )
-        self.view: RunView = RunView()
+        self.view = RunView()
         self._metrics_file: MetricsFile | None = None
 
     def run(self) -> None:
@@ -220,7 +223,7 @@ class Trainer:
             ]
             self._metrics_file = MetricsFile(self.setup.directory.metrics_path, self.start_step, trackers)
         with self.view, self._metrics_file or nullcontext():
-            self.view.show_header(header_lines(self.setup, self.start_step))
+            self.view.show_header(header_lines(self.setup))
             try:
                 with self._tracer.trace:
                     self._train()
@@ -238,12 +241,12 @@ class Trainer:
         run_options = self.options.run
         if self.start_step == 0 and run_options.eval_every:
             self._evaluate()
-        while self.steps_done < self.options.training.steps and not self.is_stopping:
+        while not self.is_stopping and not self.is_finished:
             self._step()
             self._process_stats()
             if self.steps_done == self.start_step + STEADY_AFTER_STEPS + 1:
                 self._record_memory()
-            if self.is_stopping or self.steps_done == self.options.training.steps:
+            if self.is_stopping or self.is_finished:
                 break
             if run_options.eval_every and self.steps_done % run_options.eval_every == 0:
                 self._evaluate()
@@ -288,16 +291,16 @@ class Trainer:
 
     def _forward_backward(self, step: int, profile: Profile) -> torch.Tensor:
         """Run forward and backward over this rank's part of the batch; return its mean loss."""
-        batching, device = self.setup.batching, self.rank_info.device
-        tokens, targets = self.setup.train_loader.batch(step, self.rank_info.dp_rank, self.rank_info.dp_size)
+        setup = self.setup
+        device = self.rank_info.device
+        batch = setup.train_loader.batch(step, self.rank_info.dp_rank, self.rank_info.dp_size)
         total = torch.zeros((), device=device)
-        micro_batches = zip(*(torch.split(tensor, batching.micro) for tensor in (tokens, targets)), strict=True)
-        for inputs, labels in micro_batches:
+        for micro_batch in zip(*(torch.split(tensor, setup.batching.micro) for tensor in batch), strict=True):
             profile.phase("forward")
-            inputs, labels = (tensor.to(device, non_blocking=True) for tensor in (inputs, labels))
-            loss = self.setup.language_model.loss(self.setup.model, inputs, labels) / batching.accumulate
+            inputs, labels = (tensor.to(device, non_blocking=True) for tensor in micro_batch)
+            loss = setup.language_model.loss(setup.model, inputs, labels) / setup.batching.accumulate
             profile.phase("backward")
-            torch.autograd.backward(self.setup.optimizer.scale(loss))
+            torch.autograd.backward(setup.optimizer.scale(loss))
             total += loss.detach()
         return total
 
@@ -308,14 +311,13 @@ class Trainer:
             self.is_stopping |= stats.has_stop_request
             if not math.isfinite(stats.loss):
                 self._saver.abort(f"the loss is {stats.loss} at step {stats.step}", stats.step - 1)
-            overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scaler
-            if stats.grad_norm is not None and not math.isfinite(stats.grad_norm) and not overflows_are_skipped:
+            overflows_are_skipped = self.record.precision == "fp16"  # by the loss scaler
+            if not math.isfinite(stats.grad_norm) and not overflows_are_skipped:
                 self._saver.abort(f"the gradient norm is {stats.grad_norm} at step {stats.step}", stats.step)
 
     def _log_step(self, stats: StepStats) -> None:
         rate = self.setup.tokens_per_step / max(stats.seconds, 1e-9)
-        on_gpu = self.rank_info.device.type == "cuda"
-        tflops = rate * self._flops_per_token / self.rank_info.world_size / 1e12 if on_gpu else None
+        flops = rate * self._flops_per_token / self.rank_info.world_size
         metrics = StepMetrics(
             step=stats.step,
             loss=stats.loss,
@@ -325,8 +327,8 @@ class Trainer:
             tokens_per_s=rate,
             seconds=round(self.record.seconds, 3),
             communication=self._wait_fractions.pop(stats.step, None),
-            tflops=tflops,
-            mfu=tflops * 1e12 / self._peak_flops if tflops is not None and self._peak_flops is not None else None,
+            tflops=flops / 1e12 if self.rank_info.device.type == "cuda" else None,
+            mfu=None if self._peak_flops is None else flops / self._peak_flops,
         )
         self.view.show_step(metrics)
         if self._metrics_file is not None:
@@ -374,8 +376,8 @@ class Trainer:
         has_trained = self.steps_done > self.start_step
         if self.is_finished:
             zeroshard.average_replicas(self.setup.model)
-        if self.is_finished and has_trained:
-            self._evaluate()
+            if has_trained:
+                self._evaluate()
         self._save()
         self._saver.wait()
         if self.is_finished:
@@ -390,15 +392,15 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the trained weights in the model's original format, with the tokenizer."""
-        directory = self.setup.directory.model_dir if self.rank_info.is_rank_zero else None
+        setup = self.setup
+        directory = setup.directory.model_dir if self.rank_info.is_rank_zero else None
         if directory is not None:
             directory.mkdir(exist_ok=True)
-        self.setup.language_model.save(self.setup.model, directory)
-        tokenizer = self.setup.corpus.tokenizer_path
-        if directory is None or tokenizer is None or not tokenizer.is_file():
+        setup.language_model.save(setup.model, directory)
+        if directory is None or setup.corpus.tokenizer is None:
             return
-        if not (directory / tokenizer.name).exists():  # a Hugging Face model has saved its own
-            shutil.copy2(tokenizer, directory)
+        if not (directory / TOKENIZER_FILE).exists():  # a Hugging Face model has saved its own
+            setup.corpus.tokenizer.save(str(directory / TOKENIZER_FILE))
 
     def _write_report(self, outcome: str, message: str) -> None:
         """Write the record and the report. A failure is shown, but does not fail the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,48 +19,84 @@ from zeroshard.comm import all_gather_object
 from zeroshard.memory import DiskError
 from zeroshard.models import PRESETS, find_output_layers
 from zeroshard.optim import MuonWithAdamW
+from zeroshard.planner import Machine, UntraceableError
+from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
 from zeroshard.sharding import find_block_matrices
-from zeroshard.tensor_parallel import tensor_plan_for
-from zeroshard.train.auto_options import resolve_auto
-from zeroshard.train.data.corpus import Corpus, encode_corpus, is_token_file, open_corpus
-from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.data.tokenizer import encode_prompt, tokenizer_vocab_size
-from zeroshard.train.models.language_model import (
-    LanguageModel,
-    open_language_model,
-    sequence_length,
+from zeroshard.tensor_parallel import local_numels
+from zeroshard.train.data.corpus import (
+    Corpus,
+    encode_corpus,
+    encode_prompt,
+    is_token_file,
+    open_corpus,
+    tokenizer_vocab_size,
 )
-from zeroshard.train.options import Batching, StepOptions, TrainingError, TrainOptions
+from zeroshard.train.data.token_loader import TokenLoader
+from zeroshard.train.metrics import check_trackers
+from zeroshard.train.models import LanguageModel, open_language_model
+from zeroshard.train.options import ShardOptions, StepOptions, TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
-from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, create_run_directory, newest_checkpoint
-from zeroshard.train.run_record import RunRecord, describe_run
-from zeroshard.train.trackers import check_trackers
+from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_checkpoint
+from zeroshard.train.run_record import describe_run
 
-# options that say where a run is stored or what is printed of it, not what it trains
-UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run", "profile", "profile_steps")
-PLANNING_OPTIONS = ("auto", "allow_lossy", "memory", "machine")  # planner options: their results are saved instead
+UNSAVED_OPTIONS = (
+    *("out", "resume", "config", "dry_run", "profile", "profile_steps"),  # not what a run trains
+    *("auto", "allow_lossy", "memory", "machine"),  # of the planner, whose results are saved instead
+)
 
 
-@dataclass
 class TrainingSetup:
-    """Everything the training loop uses."""
+    """Everything the training loop uses: directory, data, sharded model, optimizer and record."""
 
-    options: TrainOptions
-    rank_info: RankInfo
-    directory: RunDirectory
-    language_model: LanguageModel
-    model: nn.Module
-    optimizer: zeroshard.ShardedOptimizer
-    corpus: Corpus
-    batching: Batching
-    train_loader: TokenLoader
-    validation_loader: TokenLoader | None
-    precision: str
-    record: RunRecord
-    resume_checkpoint: RunCheckpoint | None
-    """The checkpoint to resume from, if any."""
-    plan_reason: str = ""
-    """What the planner chose and why; empty if no option was left to auto."""
+    def __init__(self, options: TrainOptions, rank_info: RankInfo) -> None:
+        check_trackers(options.run.tracker)  # as the launcher does: torchrun starts ranks without it
+        torch.manual_seed(options.training.seed)  # of adapters
+        language_model = open_language_model(options.model, options.data)
+        self.language_model = language_model
+        module = language_model.module
+        local_numels(module, options.sharding.tensor)  # raises if the layers cannot be split
+        self.rank_info = replace(rank_info, tp_size=options.sharding.tensor)
+        precision = resolve_precision(options, rank_info.device.type)
+        options, self.plan_reason = resolve_auto(options, language_model, precision, self.rank_info)
+        self.options = options
+        self.batching = options.batching(rank_info.world_size)
+        self.directory = _open_directory(options, rank_info)
+        checkpoint = newest_checkpoint(self.directory) if options.run.resume else None
+        self.corpus = _open_corpus(options, rank_info, self.directory, language_model)
+
+        make_loader = partial(
+            TokenLoader,
+            sequence=language_model.sequence,
+            seed=options.training.seed,
+            vocab_size=language_model.vocab_size,
+        )
+        self.validation_loader: TokenLoader | None = None
+        if len(self.corpus.validation):
+            self.validation_loader = make_loader(self.corpus.validation, batch=self.rank_info.dp_size)
+        self.train_loader = make_loader(self.corpus.train, batch=self.batching.batch)
+        self.record = describe_run(options, self.rank_info, language_model, precision)
+        self.start_step = 0
+        if checkpoint is not None:
+            self.start_step = checkpoint.step
+            self.record.resume_from(self.directory.read_record(), checkpoint.seconds)
+        if rank_info.device.type == "cpu" and (precision in ("bf16", "fp8") or options.training.optimizer == "muon"):
+            _settle_bf16_products()
+        inner = make_optimizer(module, options.training)
+        torch.manual_seed(options.training.seed)
+        self.model, self.optimizer = zeroshard.shard(
+            module,
+            inner,
+            mesh=self.rank_info.make_mesh(options.sharding.replicas),
+            precision=precision,
+            keep_bf16=find_output_layers(module),
+            timeout=options.sharding.timeout,
+            init_fn=language_model.init_fn,
+            **options.sharding.shard_options,
+        )
+        if checkpoint is not None:
+            zeroshard.load(checkpoint.path, self.model, self.optimizer)
+        if rank_info.is_rank_zero:  # last: an earlier error creates no run and leaves an existing one unchanged
+            self.directory.write_config(_config_to_save(options))
 
     @property
     def tokens_per_step(self) -> int:
@@ -71,72 +107,9 @@ class TrainingSetup:
 def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
     """Create the setup. Errors in options, files or sizes are raised before training starts."""
     try:
-        return _prepare_training(options, rank_info)
+        return TrainingSetup(options, rank_info)
     except (ValueError, OSError, ImportError, zeroshard.CheckpointError, DiskError) as error:
         raise TrainingError(str(error)) from error
-
-
-def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
-    """Raise if the model's layers cannot be split over the tensor-parallel ranks."""
-    tensor = options.sharding.tensor
-    if tensor == 1:
-        return
-    plan = tensor_plan_for(module)
-    if plan is None:
-        subject = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
-        raise ValueError(
-            f"--tensor {tensor} is not supported for {subject}, only for presets and Hugging Face's Llama and GPT-2: "
-            "omit --tensor"
-        )
-    for subject, count in plan.divisible_sizes.items():
-        if count % tensor:
-            raise ValueError(f"--tensor {tensor} does not divide the model's {count} {subject}: pass a divisor")
-
-
-def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
-    options.batching(rank_info.world_size)  # raises before the model is built
-    check_trackers(options.run.tracker)  # as the launcher does: torchrun starts ranks without it
-    torch.manual_seed(options.training.seed)  # of adapters
-    language_model = open_language_model(options.model, options.data)
-    check_tensor_parallel(options, language_model.module)
-    rank_info = replace(rank_info, tp_size=options.sharding.tensor)
-    sequence = sequence_length(options.model, language_model)
-    precision = resolve_precision(options, rank_info.device.type)
-    options, plan_reason = resolve_auto(options, language_model, precision, rank_info)
-    batching = options.batching(rank_info.world_size)
-    directory = _open_directory(options, rank_info)
-    checkpoint = newest_checkpoint(directory) if options.run.resume else None
-    corpus = _open_corpus(options, rank_info, directory, language_model)
-
-    make_loader = partial(
-        TokenLoader, sequence=sequence, seed=options.training.seed, vocab_size=language_model.vocab_size
-    )
-    validation_loader = make_loader(corpus.validation, batch=rank_info.dp_size) if len(corpus.validation) else None
-    train_loader = make_loader(corpus.train, batch=batching.batch)
-    record = describe_run(options, rank_info, language_model, precision)
-    if checkpoint is not None:
-        record.resume_from(directory.read_record(), checkpoint.seconds)
-    if rank_info.device.type == "cpu" and (precision in ("bf16", "fp8") or options.training.optimizer == "muon"):
-        _settle_bf16_products()
-    model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
-    if rank_info.is_rank_zero:  # last: an earlier error creates no run and leaves an existing one unchanged
-        directory.write_config(_config_to_save(options))
-    return TrainingSetup(
-        options=options,
-        rank_info=rank_info,
-        directory=directory,
-        language_model=language_model,
-        model=model,
-        optimizer=optimizer,
-        corpus=corpus,
-        batching=batching,
-        train_loader=train_loader,
-        validation_loader=validation_loader,
-        precision=precision,
-        record=record,
-        resume_checkpoint=checkpoint,
-        plan_reason=plan_reason,
-    )
 
 
 def _settle_bf16_products() -> None:
@@ -159,9 +132,7 @@ def resolve_precision(options: TrainOptions, device: str) -> str:
 
 def _config_to_save(options: TrainOptions) -> dict[str, Any]:
     """Return the contents of config.json: the options that define the run, with absolute paths."""
-    config = {
-        name: value for name, value in options.to_flat_dict().items() if name not in UNSAVED_OPTIONS + PLANNING_OPTIONS
-    }
+    config = {name: value for name, value in options.to_flat_dict().items() if name not in UNSAVED_OPTIONS}
     for name in ("model", "tokenizer", "data", "validation"):
         value = config[name]
         if isinstance(value, tuple):
@@ -175,12 +146,11 @@ def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
     """Choose and create the run directory on rank 0, and broadcast its path."""
     path = ""
     if rank_info.is_rank_zero:
-        out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
-        directory = RunDirectory(out)
+        path = options.run.out or os.fspath(create_run_directory(Path("runs"), options.name))
+        directory = RunDirectory(Path(path))
         directory.check_available(options.run.resume)
-        out.mkdir(parents=True, exist_ok=True)
+        directory.path.mkdir(parents=True, exist_ok=True)
         directory.lock()
-        path = os.fspath(out)
     (path, *_) = all_gather_object(path, dist.group.WORLD, "open the run directory", None)
     return directory if rank_info.is_rank_zero else RunDirectory(Path(path))
 
@@ -191,12 +161,8 @@ def _open_corpus(
     """Encode the texts on rank 0, and open the tokens on all ranks."""
     slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # encoding a large text takes long
     data = options.data
-    given: dict[str, Any] = {
-        "data": [os.path.abspath(path) for path in data.data],
-        "validation": [os.path.abspath(path) for path in data.validation],
-        "tokenizer": data.tokenizer and os.path.abspath(data.tokenizer),
-        "vocabulary": data.vocabulary,
-    }
+    saved = _config_to_save(options)
+    given = {name: saved[name] for name in ("data", "validation", "tokenizer", "vocabulary")}
     if rank_info.is_rank_zero and not directory.has_run():
         tokenizer = data.tokenizer or language_model.tokenizer_path
         is_encoded = bool(data.data) and all(is_token_file(path) for path in data.data)
@@ -229,32 +195,6 @@ def _open_corpus(
     return corpus
 
 
-def _shard_model(
-    options: TrainOptions,
-    rank_info: RankInfo,
-    language_model: LanguageModel,
-    precision: str,
-    checkpoint: RunCheckpoint | None,
-) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
-    """Initialize and shard the model unit by unit, and load the checkpoint, if any."""
-    training, module = options.training, language_model.module
-    inner = make_optimizer(module, training)
-    torch.manual_seed(training.seed)
-    model, optimizer = zeroshard.shard(
-        module,
-        inner,
-        mesh=rank_info.make_mesh(options.sharding.replicas),
-        precision=precision,
-        keep_bf16=find_output_layers(module),
-        timeout=options.sharding.timeout,
-        init_fn=language_model.init_fn,
-        **options.sharding.shard_options,
-    )
-    if checkpoint is not None:
-        zeroshard.load(checkpoint.path, model, optimizer)
-    return model, optimizer
-
-
 def make_optimizer(module: nn.Module, options: StepOptions) -> torch.optim.Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of blocks with AdamW for the others.
 
@@ -279,3 +219,78 @@ def make_optimizer(module: nn.Module, options: StepOptions) -> torch.optim.Optim
         adjust_lr_fn="match_rms_adamw",
     )
     return MuonWithAdamW(muon, make_adamw() if non_empty_groups else None)
+
+
+# ------------------------------------------------------------------------------------------------ --auto
+
+
+def resolve_auto(
+    options: TrainOptions, language_model: LanguageModel, precision: str, target: RankInfo | int
+) -> tuple[TrainOptions, str]:
+    """Return options without auto and a one-line reason; set up the model's activation checkpointing accordingly.
+
+    With a RankInfo as ``target``, all ranks call it and rank 0 decides. With a world size alone, nothing is started,
+    and a machine named by the options has all its memory free.
+    """
+    sharding, auto = options.sharding, options.sharding.auto
+    if not auto:
+        return options, ""
+    if "recompute" in auto and sharding.tensor > 1 and not options.model.partition_activations:
+        raise ValueError(
+            "--auto with --tensor assumes partitioned activations: omit --no-partition-activations, or add --recompute "
+            "or --no-recompute"
+        )
+    ranks = target.world_size if isinstance(target, RankInfo) else target
+    batching = options.batching(ranks)
+    is_micro_batch_free = "micro-batch" in auto and options.training.accumulate is None
+    constraints: dict[str, Any] = {
+        **sharding.shard_options,
+        **dict.fromkeys({"stage", "offload"} & set(auto), AUTO),
+        "allow_lossy": sharding.allow_lossy,
+        "checkpoint": AUTO if "recompute" in auto else None,
+        "micro_batch": None if is_micro_batch_free else batching.micro,
+        "batch": batching.batch,
+        "sequence": language_model.sequence,
+        "precision": precision,
+        "keep_bf16": find_output_layers(language_model.module),
+        "optimizer": options.training.optimizer,
+        "directory": sharding.offload_directory,
+    }
+    module = language_model.module
+    try:
+        if isinstance(target, RankInfo):
+            limits: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
+            topology = JobTopology(target.device, ranks, sharding.tensor, sharding.replicas)
+            decision = choose_plan(module, None, topology, **limits, **constraints)
+        else:
+            machine = target_machine(sharding, ranks)
+            topology = JobTopology(torch.device(machine.kind), ranks, sharding.tensor, sharding.replicas)
+            decision = choose_plan_for_machine(module, None, topology, machine, **constraints)
+    except UntraceableError as error:
+        raise ValueError(f"--auto: {error}. Omit --auto and set the options explicitly") from error
+    strategy = decision.strategy
+    changes: dict[str, Any] = {"auto": (), "allow_lossy": False}
+    changes |= {name: getattr(strategy, name) for name in ("stage", "gather_dtype", "reduce_wire")}
+    if "recompute" in auto:
+        changes["recompute"] = strategy.checkpoint != "none"
+        changes["offload_activations"] = strategy.checkpoint == "host"
+    if "micro-batch" in auto:
+        changes |= {"batch": batching.batch, "micro_batch": strategy.micro_batch}
+    if "offload" in auto and strategy.offload is not None:
+        ((tier, fraction),) = strategy.offload.optimizer.items()
+        changes |= {"offload": tier, "offload_fraction": fraction}
+        changes["offload_parameters"] = bool(strategy.offload.parameters)
+    resolved = options.with_values(changes)
+    if "recompute" in auto and resolved.model.has_activation_checkpointing:
+        zeroshard.checkpoint_activations(module, language_model.blocks, **resolved.model.checkpoint_kwargs)
+    return resolved, decision.reason
+
+
+def target_machine(sharding: ShardOptions, ranks: int) -> Machine:
+    """Return the machine to plan for without starting a run: the one that the options name, or this one."""
+    if sharding.machine is not None:
+        changes = {} if sharding.memory is None else {"memory": sharding.memory}
+        return Machine.resolve(sharding.machine, **changes)
+    on_gpu = sharding.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return local_machine(device, ranks, sharding.memory, sharding.offload_directory)

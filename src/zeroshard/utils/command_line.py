@@ -42,16 +42,20 @@ class CommandParser(argparse.ArgumentParser):
 def make_echo(stream: TextIO) -> Callable[[str], None]:
     """Return a function that prints lines to ``stream``, and stops silently when the reader closes the pipe.
 
-    Names from files and messages of libraries may hold what controls a terminal: all control characters are escaped.
+    Names from files and messages of libraries may hold what controls a terminal: all control characters are escaped,
+    and all that the stream cannot encode.
 
     >>> import sys
     >>> make_echo(sys.stdout)("a line")
     a line
     """
 
+    encoding = stream.encoding or "utf-8"
+
     def echo(text: str) -> None:
+        shown = escape_control_chars(text).encode(encoding, "backslashreplace").decode(encoding)
         try:
-            print(escape_control_chars(text), file=stream, flush=True)
+            print(shown, file=stream, flush=True)
         except BrokenPipeError:  # as in `zeroshard … | head`; otherwise the interpreter prints an error at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import tyro
 
-from zeroshard.utils.command_line import print_error
-
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -32,8 +30,6 @@ class GenerateOptions:
             raise ValueError(f"tokens must be at least 1 (got {self.tokens})")
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0 (got {self.temperature})")
-        if not self.prompt:
-            raise ValueError("prompt is empty: pass some text")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,12 +37,7 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(GenerateOptions, args=list(argv), prog="zeroshard generate")
     from zeroshard.train import generate_text
 
-    try:
-        text = generate_text(
-            options.run, options.prompt, options.tokens, temperature=options.temperature, seed=options.seed
-        )
-    except (OSError, ValueError, ImportError) as error:
-        print_error("generate", error)
-        return 1
-    print(text)
+    print(
+        generate_text(options.run, options.prompt, options.tokens, temperature=options.temperature, seed=options.seed)
+    )
     return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from zeroshard.models import CONFIGURATIONS, PRESETS
+from zeroshard.utils.format import format_count
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,8 @@ def main(argv: Sequence[str]) -> int:
     tyro.cli(PresetsOptions, args=list(argv), prog="zeroshard presets")
     print(f"{'name':<14}{'parameters':>12}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}{'vocabulary':>12}")
     for name, preset in PRESETS.items():
-        count = f"{preset.parameters / 1e9:.2f}B" if preset.parameters >= 1e9 else f"{preset.parameters / 1e6:.1f}M"
         shape = f"{preset.layers:>8}{preset.heads:>7}{preset.width:>7}{preset.context:>9}{preset.vocabulary:>12}"
-        print(f"{name:<14}{count:>12}{shape}")
+        print(f"{name:<14}{format_count(preset.parameters):>12}{shape}")
     print(f"\n{'configuration':<16}{'in the paper':<19}{'stage':<7}activation checkpoints")
     for name, configuration in CONFIGURATIONS.items():
         checkpoints = "partitioned over tensor-parallel ranks" if configuration.partition_activations else "replicated"

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import tyro
 
-from zeroshard.utils.command_line import print_error
-
 
 @dataclass(frozen=True)
 class ReportOptions:
@@ -25,9 +23,5 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
     from zeroshard.train import write_html_report
 
-    try:
-        print(write_html_report(options.run))
-    except (OSError, ValueError) as error:
-        print_error("report", error)
-        return 1
+    print(write_html_report(options.run))
     return 0

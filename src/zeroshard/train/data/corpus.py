@@ -20,28 +20,22 @@ from __future__ import annotations
 import itertools
 import lzma
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zeroshard.train.data.tokenizer import (
-    TOKENIZER_FILE,
-    end_of_text_ids,
-    load_tokenizer,
-    tokenizer_vocab_size,
-    train_tokenizer,
-)
 from zeroshard.utils.atomic_file import read_json, write_json
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+TOKENIZER_FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"  # id 0 of the tokenizers trained here
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # in GPT-2, Llama 3, Llama 2, Gemma
+_MIN_VOCABULARY = 257  # all bytes, and the end of text
 TOKEN_FILE_SUFFIXES = (".npy", ".bin")
-TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # in directories; a named file may have any
 PART_CHARS = 2**20  # of text encoded at a time
 _PARTS_AT_ONCE = 4  # over all cores; they need about 300 MB until their ids are copied
 _BUNDLED = Path(__file__).parent  # NOTICE names the edition, benchmarks/bundled_text.py makes the files
@@ -58,7 +52,6 @@ class Corpus:
     """Empty without validation data."""
     tokenizer: Tokenizer | None
     """None if token files were given without one."""
-    tokenizer_path: Path | None
 
 
 def shakespeare() -> str:
@@ -82,7 +75,7 @@ def encode_corpus(
 ) -> None:
     """Write token files and the tokenizer to `directory`.
 
-    `paths` and `validation` are text files and directories of them, or one token file, which is used in place. Without
+    `paths` and `validation` are text files, or one token file, which is used in place. Without
     paths, :func:`shakespeare` is used. Without a tokenizer, one of `vocab_size` ids is trained on the training text.
     Texts are separated by the tokenizer's end of text, if it has one. `options` are those of the run: see
     [Note: a run keeps its tokens].
@@ -99,13 +92,25 @@ def encode_corpus(
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if given is None and not is_token_file(train[0]):
         given = train_tokenizer((part for file in train for part in read_text(file)), vocab_size)
-    sources = {"train": train, "validation": held_out} if held_out else {"train": train}
-    files = {split: _encode_split(split, paths, directory, given) for split, paths in sources.items()}
+    splits = {}
+    for split, files in (("train", train), ("validation", held_out)):
+        if not files:
+            continue
+        if is_token_file(files[0]):
+            name = str(files[0].resolve())
+        elif given is not None:
+            name = f"{split}.npy"
+            dtype = "<u2" if tokenizer_vocab_size(given) <= 2**16 else "<u4"
+            np.save(directory / name, np.concatenate([np.array(ids, dtype) for ids in _encode_texts(files, given)]))
+        else:
+            raise ValueError(
+                f"--data has token ids, but {files[0]} is text: pass the tokenizer that made the ids as --tokenizer"
+            )
+        splits[split] = [name, len(open_tokens(directory / name))]
     if given is not None:
         given.save(str(directory / TOKENIZER_FILE))
         # After it has used its threads, `tokenizers` prints a warning at every fork unless this variable is set.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    splits = {split: [file, len(open_tokens(directory / file))] for split, file in files.items()}
     record = {"splits": splits, "has_tokenizer": given is not None, "options": dict(options or {})}
     write_json(directory / _RECORD_FILE, record)
 
@@ -140,9 +145,7 @@ def open_corpus(directory: Path, *, holdout: float = 0.1, options: Mapping[str, 
     if "validation" not in opened:
         boundary -= round(len(train) * holdout)
     validation = opened.get("validation", train[boundary:])
-    tokenizer_path = directory / TOKENIZER_FILE if record["has_tokenizer"] else None
-    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
-    return Corpus(train[:boundary], validation, tokenizer, tokenizer_path)
+    return Corpus(train[:boundary], validation, load_tokenizer(directory) if record["has_tokenizer"] else None)
 
 
 def open_tokens(path: Path) -> NDArray[np.integer[Any]]:
@@ -161,7 +164,7 @@ def open_tokens(path: Path) -> NDArray[np.integer[Any]]:
 
 def is_token_file(path: str | Path) -> bool:
     """Return whether a path is a file of token ids, not of text."""
-    return Path(path).suffix in TOKEN_FILE_SUFFIXES and not Path(path).is_dir()
+    return Path(path).suffix in TOKEN_FILE_SUFFIXES
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -177,50 +180,14 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def _source_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return one token file, or text files: files as given, directories with all files below them, sorted by name.
-
-    In a directory, files that are hidden, empty or without a text suffix (`*.txt`, `*.md`, …) are skipped.
-    """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if is_token_file(path) and len(paths) > 1:
-            raise ValueError(f"{path} is a token file and must be the only path (got {len(paths)} paths)")
-        found = [path] if path.is_file() and path.stat().st_size else []
-        if path.is_dir():
-            found = sorted(_walk_text_files(path))
-        if not found:
-            raise FileNotFoundError(
-                f"{path} has no text: expected a file that is not empty, or a directory with files named "
-                + ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
-            )
-        files += found
+    """Return the files of texts, or the one file of tokens; raise if one is missing or empty."""
+    files = [Path(path) for path in paths]
+    for path in files:
+        if is_token_file(path) and len(files) > 1:
+            raise ValueError(f"{path} is a token file and must be the only path (got {len(files)} paths)")
+        if not path.is_file() or not path.stat().st_size:
+            raise FileNotFoundError(f"{path} has no text: expected a file that is not empty")
     return files
-
-
-def _walk_text_files(directory: Path) -> Iterator[Path]:
-    def raise_error(error: OSError) -> None:
-        raise error
-
-    for folder, folders, names in os.walk(directory, onerror=raise_error):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(folder, name) for name in names):
-            is_text = path.suffix.lower() in TEXT_SUFFIXES and not path.name.startswith(".")
-            if is_text and path.is_file() and path.stat().st_size:
-                yield path
-
-
-def _encode_split(split: str, sources: list[Path], directory: Path, tokenizer: Tokenizer | None) -> str:
-    """Return the name of a split's token file in `directory`, or its absolute path; encode texts."""
-    if is_token_file(sources[0]):
-        return str(sources[0].resolve())
-    if tokenizer is None:
-        raise ValueError(
-            f"--data has token ids, but {sources[0]} is text: pass the tokenizer that made the ids as --tokenizer"
-        )
-    dtype = "<u2" if tokenizer_vocab_size(tokenizer) <= 2**16 else "<u4"
-    path = directory / f"{split}.npy"
-    np.save(path, np.concatenate([np.array(ids, dtype) for ids in _encode_texts(sources, tokenizer)]))
-    return path.name
 
 
 def _encode_texts(files: list[Path], tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -232,3 +199,80 @@ def _encode_texts(files: list[Path], tokenizer: Tokenizer) -> Iterator[list[int]
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 yield encoding.ids
         yield end_of_text_ids(tokenizer)
+
+
+# ------------------------------------------------------------------------------------------ tokenizers
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab_size` ids: the end of text, the 256 bytes, then merges.
+
+    The same texts give the same tokenizer. Any text can be encoded and decoded unchanged. (`<|endoftext|>` in a text is
+    encoded as the end of a text; ``decode(ids, skip_special_tokens=False)`` writes it back.)
+
+    >>> tokenizer = train_tokenizer(["to be or not to be\\n"] * 9, 300)
+    >>> tokenizer.encode("to be, été").tokens
+    ['to', 'Ġbe', ',', 'Ġ', 'Ã', '©', 't', 'Ã', '©']
+    >>> tokenizer.decode(tokenizer.encode("to be, été").ids)
+    'to be, été'
+    """
+    if vocab_size < _MIN_VOCABULARY:
+        raise ValueError(
+            f"vocabulary must be at least {_MIN_VOCABULARY}, for all bytes and {END_OF_TEXT} (got {vocab_size})"
+        )
+    byte_level = pre_tokenizers.ByteLevel
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # a pair seen once would make a token that is never used again
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer.json, or the one in a directory, such as a model saved by `transformers`."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tokenizer {path} does not exist: pass a tokenizer.json, or a directory with one, as `save_pretrained` "
+            "of a fast tokenizer writes it (nothing is downloaded)"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer_vocab_size(tokenizer)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"`tokenizers` cannot read {path} ({error}): restore it, or pass another") from error
+    tokenizer.no_truncation()  # some files limit the length to the model's context
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
+    """Return the number of rows an embedding needs: the largest id plus one, even if some ids are unused."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def end_of_text_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the id of the end-of-text token, found by its common names; an empty list if there is none."""
+    ids = map(tokenizer.token_to_id, _END_OF_TEXT_NAMES)
+    return [id for id in ids if id is not None][:1]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the ids of a prompt, without special tokens."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 at character {error.start}: type it in UTF-8") from error
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ValueError(f"the prompt {prompt!r} has no tokens: pass another one")
+    return ids

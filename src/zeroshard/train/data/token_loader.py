@@ -18,6 +18,7 @@ applied again until it reaches a window (cycle walking), which keeps the map one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class TokenLoader:
     >>> loader = TokenLoader(np.arange(13), sequence=3, batch=2, seed=0, vocab_size=13)
     >>> loader.num_windows  # of 3 tokens and the next one
     4
-    >>> inputs, targets = loader.sequential_batch(0, rows=2)
+    >>> inputs, targets = loader.read_windows([0, 1])
     >>> inputs.tolist(), targets.tolist()
     ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     >>> [loader.batch(step, rank=0, ranks=1)[0][:, 0].tolist() for step in range(4)]  # two epochs
@@ -76,21 +77,19 @@ class TokenLoader:
         """
         rows = self.batch_size // ranks
         first = step * self.batch_size + rank * rows
-        return self._read_windows(sample_windows(first, rows, self.num_windows, self.seed))
+        return self.read_windows(sample_windows(first, rows, self.num_windows, self.seed).tolist())
 
-    def sequential_batch(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the `index`-th batch of `rows` windows in file order, for evaluation."""
-        return self._read_windows(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
-
-    def _read_windows(self, windows: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    def read_windows(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return windows by their index in the file, as inputs and targets."""
         ids = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
-        for row, start in zip(ids, (windows * np.uint64(self.sequence)).tolist(), strict=True):
-            row[:] = self.tokens[start : start + self.sequence + 1]
+        for row, window in zip(ids, windows, strict=True):
+            row[:] = self.tokens[window * self.sequence :][: self.sequence + 1]
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
             position = int(np.flatnonzero(self.tokens == unknown[0])[0])
+            source = getattr(self.tokens, "filename", "the data")
             raise TrainingError(
-                f"token {position} of the data is {unknown[0]}, but ids go from 0 to {self.vocab_size - 1}: check that "
+                f"token {position} of {source} is {unknown[0]}, but ids go from 0 to {self.vocab_size - 1}: check that "
                 "the vocabulary is that of the tokenizer that made the ids, and that a .bin has 16-bit ids"
             )
         rows = torch.from_numpy(ids)
@@ -129,10 +128,13 @@ def shuffled_indices(positions: NDArray[np.uint64], size: int, seed: int, epoch:
 def _feistel(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Permute the numbers below 2**bits."""
     low = np.uint64(bits - bits // 2)  # the halves may differ by a bit, because they are never swapped
-    left, right = numbers >> low, numbers & _bit_mask(bits - bits // 2)
+    left_mask = _bit_mask(bits // 2)
+    right_mask = _bit_mask(bits - bits // 2)
+    left = numbers >> low
+    right = numbers & right_mask
     for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
-        left = left ^ (_hash(right, left_key) & _bit_mask(bits // 2))
-        right = right ^ (_hash(left, right_key) & _bit_mask(bits - bits // 2))
+        left = left ^ (_hash(right, left_key) & left_mask)
+        right = right ^ (_hash(left, right_key) & right_mask)
     return (left << low) | right
 
 

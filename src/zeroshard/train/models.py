@@ -1,4 +1,4 @@
-"""HuggingFaceModel: train a causal language model of transformers, whole or with LoRA adapters, and save it again.
+"""Models to train: the reference GPT, and Hugging Face's causal language models, whole or with LoRA adapters.
 
 [Note: initializing one module at a time]
 transformers initializes by ``_init_weights(module)``, children before parents, and a parent may overwrite its children
@@ -11,11 +11,13 @@ skip it. A few constructors create values on the CPU even under ``torch.device("
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +25,108 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint import copy_companion_files
-from zeroshard.utils.atomic_file import write_json
+from zeroshard.models import GPT, PRESETS, Block, GPTConfig
+from zeroshard.train.options import DataOptions, ModelOptions
+from zeroshard.utils.atomic_file import read_json, write_json
 from zeroshard.utils.install_hint import install_hint
-from zeroshard.utils.safetensors_files import SAFETENSORS_INDEX_FILE
+from zeroshard.utils.safetensors_files import (
+    SAFETENSORS_INDEX_FILE,
+    SafetensorsWeights,
+    TensorInfo,
+    write_safetensors_directory,
+)
 from zeroshard.utils.stored_tensor import StoredTensor
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+LanguageModel: TypeAlias = "ReferenceGPT | HuggingFaceModel"
+GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging Face's models
+
+
+def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel:
+    """Open the model that the options name, with its adapters and activation checkpointing."""
+    language_model: LanguageModel
+    if model.model in PRESETS:
+        if model.lora:
+            raise ValueError("--lora needs a Hugging Face model: pass its directory as --model")
+        language_model = ReferenceGPT(model, data)
+    else:
+        for options, name in ((data, "vocabulary"), (model, "layers"), (model, "heads"), (model, "width")):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} is for presets; a Hugging Face model sets it in config.json: omit --{name}")
+        language_model = HuggingFaceModel(Path(model.model))
+        if model.lora:
+            language_model.add_lora(model.lora_rank, model.lora_alpha, model.lora_targets)
+    if model.has_activation_checkpointing:
+        zeroshard.checkpoint_activations(language_model.module, language_model.blocks, **model.checkpoint_kwargs)
+    context = language_model.context
+    language_model.sequence = model.sequence or min(context or 1024, 1024)
+    if context is not None and language_model.sequence > context:
+        raise ValueError(
+            f"--sequence {model.sequence} exceeds the model's context of {context} tokens: pass a smaller value"
+        )
+    return language_model
+
+
+class ReferenceGPT:
+    """The reference GPT, without values in memory, with its loss, logits and format.
+
+    ``context`` is the longest sequence, ``width`` the size of the residual stream. ``init_fn`` initializes one module's
+    own parameters, for :class:`zeroshard.Config`; None means ``reset_parameters``. Activation checkpointing
+    recomputes ``blocks``.
+
+    >>> ReferenceGPT(ModelOptions(layers=2), DataOptions()).description
+    'GPT, 2 layers, 4 heads, width 128'
+    """
+
+    sequence: int
+    """Tokens per sequence in training; :func:`open_language_model` sets it."""
+
+    def __init__(self, model: ModelOptions, data: DataOptions) -> None:
+        preset = PRESETS[model.model]
+        self.config = GPTConfig(
+            vocab_size=data.vocabulary or preset.vocabulary,
+            context=model.sequence or preset.context,
+            layers=model.layers or preset.layers,
+            heads=model.heads or preset.heads,
+            width=model.width or preset.width,
+        )
+        with torch.device("meta"):
+            self.module: nn.Module = GPT(self.config)
+        self.vocab_size = self.config.vocab_size
+        self.layers = self.config.layers
+        self.width = self.config.width
+        self.context: int | None = self.config.context
+        self.description = f"GPT, {self.layers} layers, {self.config.heads} heads, width {self.width}"
+        self.tokenizer_path: Path | None = None
+        self.is_pretrained = False
+        self.blocks = [Block]
+        self.init_fn: Callable[[nn.Module], None] | None = None
+
+    def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy, in fp32."""
+        loss: torch.Tensor = module(tokens, targets)
+        return loss
+
+    def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the (batch, sequence, vocab_size) scores of the next token."""
+        logits: torch.Tensor = module(tokens)
+        return logits
+
+    def save(self, module: nn.Module, directory: Path | None) -> None:
+        """Write config.json and model.safetensors. All ranks call it; only one passes a directory."""
+        entries = [TensorInfo(name, torch.float32, tuple(p.shape)) for name, p in module.named_parameters()]
+        write_safetensors_directory(directory, entries, partial(zeroshard.full_parameter, module), {"format": "pt"})
+        if directory is not None:
+            write_json(directory / "config.json", {"model_type": GPT_MODEL_TYPE, **dataclasses.asdict(self.config)})
+
+
+def load_reference_gpt(directory: Path) -> GPT:
+    """Read what :meth:`ReferenceGPT.save` wrote, as an unsharded model."""
+    config = read_json(directory / "config.json")
+    config.pop("model_type")
+    model = GPT(GPTConfig(**config))
+    model.load_state_dict(dict(SafetensorsWeights(directory)))
+    return model.eval()
 
 
 class HuggingFaceModel:
@@ -47,11 +145,22 @@ class HuggingFaceModel:
     >>> sharded, _ = zeroshard.shard(model.module, stage=3, init_fn=model.init_fn)
     """
 
+    sequence: int
+    """Tokens per sequence in training; :func:`~zeroshard.train.models.open_language_model` sets it."""
+
     def __init__(self, path: Path) -> None:
+        # after integrations, which checks the version
+        from transformers import MODEL_FOR_MASKED_LM_MAPPING
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         from zeroshard.integrations.pretrained import causal_lm_config, meta_causal_lm, stored_causal_lm
 
         self._config = causal_lm_config(path)
-        _check_attention(self._config, path)
+        if not getattr(self._config, "is_decoder", False) and type(self._config) in MODEL_FOR_MASKED_LM_MAPPING:
+            raise ValueError(
+                f"{path} describes an encoder of type {self._config.model_type!r}, whose attention is not causal: "
+                'set "is_decoder" to true to train it as a causal language model'
+            )
         self.is_pretrained = path.is_dir()
         self.path = path if self.is_pretrained else path.parent
         self.init_fn: Callable[[nn.Module], None] | None = None
@@ -62,8 +171,6 @@ class HuggingFaceModel:
             self.base_model = meta_causal_lm(self._config)
             self.init_fn = module_initializer(self.base_model)
         self.module: nn.Module = self.base_model
-        from transformers.modeling_layers import GradientCheckpointingLayer  # after that of integrations, which checks
-
         self.blocks = [GradientCheckpointingLayer]
         default = self._config.dtype or torch.float32
         self._dtypes: dict[str, torch.dtype] = {}  # for saving
@@ -75,7 +182,7 @@ class HuggingFaceModel:
         text_config = self._config.get_text_config()
         embedding = self.base_model.get_input_embeddings().weight  # [vocab_size, width]
         self.vocab_size = int(embedding.shape[0])
-        self.context = _context(self._config)
+        self.context: int | None = getattr(text_config, "max_position_embeddings", None)
         self.layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.width = int(getattr(text_config, "hidden_size", embedding.shape[1]))
         self.description = f"{type(self.base_model).__name__}, {self.layers} layers, width {self.width}"
@@ -132,10 +239,9 @@ class HuggingFaceModel:
         from safetensors.torch import save_file
         from transformers.core_model_loading import revert_weight_conversion
 
-        parameters = dict(module.named_parameters())
-        buffers = {name: buffer for name, buffer in module.named_buffers() if name in self._dtypes}
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
         blocks: dict[str, list[str]] = {}  # by "model.layers.0."; all else is one
-        for name in (*parameters, *buffers):
+        for name in filter(self._dtypes.__contains__, tensors):  # all but temporary buffers
             block = re.match(r".*?\.\d+\.", name)
             blocks.setdefault(block[0] if block else "", []).append(name)
         weight_map: dict[str, str] = {}
@@ -144,7 +250,9 @@ class HuggingFaceModel:
         for number, names in enumerate(blocks.values(), 1):
             values: dict[str, torch.Tensor] = {}
             for name in names:
-                value = zeroshard.full_parameter(module, name) if name in parameters else buffers[name]
+                value = tensors[name]
+                if isinstance(value, nn.Parameter):
+                    value = zeroshard.full_parameter(module, name)
                 values[name] = value.to(device="cpu", dtype=self._dtypes[name])
             if directory is not None:
                 file = f"model-{number:05d}-of-{len(blocks):05d}.safetensors"
@@ -165,7 +273,7 @@ def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor
     from zeroshard.integrations.pretrained import transformers  # which checks that it is installed
 
     if not (directory / "config.json").is_file() and not (directory / ADAPTER_WEIGHTS_FILE).is_file():
-        raise FileNotFoundError(
+        raise FileNotFoundError(  # before transformers looks for other formats, which may execute code
             f"{directory} has neither a model (config.json) nor adapters ({ADAPTER_WEIGHTS_FILE}): pass a finished run"
         )
     # with adapters, it reads their base too
@@ -173,7 +281,8 @@ def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor
         str(directory), local_files_only=True, use_safetensors=True
     )
     model.eval()
-    return lambda tokens: model(input_ids=tokens).logits, _context(model.config)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return lambda tokens: model(input_ids=tokens).logits, context
 
 
 def output_loss(model: Any, output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -188,20 +297,6 @@ def output_loss(model: Any, output: Any, targets: torch.Tensor) -> torch.Tensor:
     config = model.config.get_text_config()
     weight = config.router_aux_loss_coef if hasattr(config, "router_aux_loss_coef") else config.aux_loss_coef
     return value.add(aux_loss.float(), alpha=weight)
-
-
-def _context(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _check_attention(config: Any, path: Path) -> None:
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise ValueError(
-            f"{path} describes an encoder of type {config.model_type!r}, whose attention is not causal: "
-            'set "is_decoder" to true to train it as a causal language model'
-        )
 
 
 def module_initializer(model: Any) -> Callable[[nn.Module], None]:

@@ -1,1 +1,0 @@
-"""Models to train: the reference GPT and Hugging Face's causal language models, behind one protocol."""
