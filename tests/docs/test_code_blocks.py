@@ -31,7 +31,7 @@ from torch.nn import functional
 import zeroshard
 from zeroshard.cli.main import COMMANDS
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.train.options import read_options
+from zeroshard.train.commands.train import read_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])

@@ -24,7 +24,7 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.auto import AUTO, JobTopology, NothingFitsError, choose_plan_for_machine
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import predict_memory, state_sizes
-from zeroshard.train.options import read_options
+from zeroshard.train.commands.train import read_options
 from zeroshard.train.summary import dry_run
 
 pytestmark = pytest.mark.usefixtures("traced_once")

@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.train.commands.train import read_options
 from zeroshard.train.data.corpus import shakespeare
-from zeroshard.train.options import read_options
 from zeroshard.utils.stored_tensor import StoredTensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

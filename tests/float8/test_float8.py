@@ -25,7 +25,7 @@ from zeroshard.float8 import E4M3, cast, check_float8_device, triton_cast
 from zeroshard.float8.linear import float8_linear
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.tracing.trace_model import trace_model
-from zeroshard.train.options import read_options
+from zeroshard.train.commands.train import read_options
 from zeroshard.train.summary import dry_run
 
 FP8 = {"precision": "fp8", "keep_bf16": ["head"]}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.train.commands.train import main
+from zeroshard.train.commands.train import main, read_options
 from zeroshard.train.metrics import MetricsFile, StepMetrics, start_tracker
-from zeroshard.train.options import TrainingError, read_options
+from zeroshard.train.options import TrainingError
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.training_setup import prepare_training
 

@@ -20,9 +20,9 @@ from zeroshard.planner import Strategy, traced_model
 from zeroshard.planner.auto import NothingFitsError, PlanDecision
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import plan
-from zeroshard.train.commands.train import main
+from zeroshard.train.commands.train import main, read_options
 from zeroshard.train.models import LanguageModel, open_language_model
-from zeroshard.train.options import TrainingError, TrainOptions, read_options
+from zeroshard.train.options import TrainingError, TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.summary import header_lines
 from zeroshard.train.training_setup import make_optimizer, prepare_training, resolve_auto

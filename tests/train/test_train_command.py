@@ -34,8 +34,8 @@ from test_train_page import CHARTS, Dom
 
 from zeroshard.checkpoint import CheckpointReader
 from zeroshard.cli.main import main
+from zeroshard.train.commands.train import read_options
 from zeroshard.train.data.corpus import shakespeare, train_tokenizer
-from zeroshard.train.options import read_options
 from zeroshard.train.rank import STOP_SIGNALS, RankInfo, StopRequest
 from zeroshard.train.run_directory import checkpoint_step, complete_checkpoints
 from zeroshard.train.summary import dry_run

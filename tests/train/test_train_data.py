@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import RanksFailed, run_threads
 
 from benchmarks import bundled_text
-from zeroshard.train.commands.train import main
+from zeroshard.train.commands.train import main, read_options
 from zeroshard.train.data import corpus as corpus_module
 from zeroshard.train.data.corpus import (
     END_OF_TEXT,
@@ -31,7 +31,7 @@ from zeroshard.train.data.corpus import (
 )
 from zeroshard.train.data.token_loader import TokenLoader, sample_windows, shuffled_indices
 from zeroshard.train.models import open_language_model
-from zeroshard.train.options import TrainingError, read_options
+from zeroshard.train.options import TrainingError
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.training_setup import _open_corpus

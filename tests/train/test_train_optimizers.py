@@ -14,7 +14,8 @@ import zeroshard
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.optim import MuonWithAdamW
 from zeroshard.sharding import find_block_matrices
-from zeroshard.train.options import StepOptions, read_options
+from zeroshard.train.commands.train import read_options
+from zeroshard.train.options import StepOptions
 from zeroshard.train.trainer import learning_rate
 from zeroshard.train.training_setup import make_optimizer
 

@@ -23,6 +23,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 from zeroshard.models import PRESETS
+from zeroshard.train.commands.train import read_options
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.generation import generate_tokens
 from zeroshard.train.launch import check_options, describe_first_failure, launch
@@ -37,7 +38,6 @@ from zeroshard.train.options import (
     TrainingError,
     TrainOptions,
     describe_bug,
-    read_options,
 )
 from zeroshard.train.rank import (
     ERROR_DIR_ENV,

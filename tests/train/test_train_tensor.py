@@ -27,11 +27,11 @@ from zeroshard.models import CONFIGURATIONS, GPT, GPTConfig
 from zeroshard.models.gpt import Block
 from zeroshard.planner.state_sizes import predict_memory
 from zeroshard.tensor_parallel.plans import tensor_plan_for
-from zeroshard.train.commands.train import main
+from zeroshard.train.commands.train import main, read_options
 from zeroshard.train.data.corpus import shakespeare, train_tokenizer
 from zeroshard.train.metrics import count_matmul_params
 from zeroshard.train.models import HuggingFaceModel, open_language_model
-from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError, read_options
+from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.summary import dry_run

@@ -11,8 +11,8 @@ from ranks import run_threads
 
 import zeroshard
 from zeroshard.planner import predict_traffic
-from zeroshard.train.commands.train import main
-from zeroshard.train.options import TrainOptions, read_options
+from zeroshard.train.commands.train import main, read_options
+from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_record import RunRecord, memory_by_kind, state_bytes
 from zeroshard.train.summary import footer_lines

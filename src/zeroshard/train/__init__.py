@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
     from zeroshard.train.generation import generate_text
     from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
-    from zeroshard.train.options import TrainingError, describe_bug, read_options
+    from zeroshard.train.options import TrainingError, describe_bug
     from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
     from zeroshard.train.report import write_html_report
 
@@ -20,7 +20,6 @@ __all__ = [
     "generate_text",
     "local_ranks",
     "read_errors",
-    "read_options",
     "report_failure",
     "run_training",
     "shakespeare",
@@ -32,7 +31,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "data.corpus": "shakespeare",
         "generation": "generate_text",
-        "options": "TrainingError describe_bug read_options",
+        "options": "TrainingError describe_bug",
         "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",
         "rank": "ERROR_DIR_ENV read_errors report_failure",
