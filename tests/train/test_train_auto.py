@@ -127,12 +127,11 @@ def test_what_only_a_plan_looks_at_is_refused_without_one(flags: str, words: str
         read_options(["--config", str(file)])
 
 
-def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="stage is set explicitly and in --auto: omit one of them"):
         read_options("--auto stage --stage 2".split())
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="memory is a number of bytes"):
         read_options("--auto --memory much".split())
-    assert "memory is a number of bytes" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(SystemExit):
         read_options("--auto everything".split())
 
@@ -305,7 +304,7 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
 
     def body(rank: int) -> tuple[TrainOptions, str, dict[str, str], dict[str, Any]]:
         job = prepare_training(options, RankInfo(rank, 4, torch.device("cpu"), "gloo"))
-        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.options
+        return job.options, job.plan_reason, dict(header_lines(job)), job.record.options
 
     found = run_threads(4, body)
     assert all(one == found[0] for one in found)

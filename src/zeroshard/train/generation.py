@@ -13,7 +13,6 @@ from zeroshard.train.training_setup import TrainingSetup
 from zeroshard.utils.atomic_file import read_json
 
 PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt of a sample
-DEFAULT_TEMPERATURE = 0.8  # below 1: favors likely tokens more than the model does
 
 
 @torch.no_grad()
@@ -23,7 +22,7 @@ def generate_tokens(
     count: int,
     *,
     context: int | None,
-    temperature: float = DEFAULT_TEMPERATURE,
+    temperature: float = 0.8,
     seed: int = 0,
 ) -> torch.Tensor:
     """Append ``count`` tokens to (1, n) tokens, sampled from the model's scores; temperature 0 takes the likeliest.

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from zeroshard.config.offload import parse_bytes
 from zeroshard.models import CONFIGURATIONS, PRESETS
 
 if TYPE_CHECKING:
@@ -332,6 +333,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise if options do not fit together: see [Note: values and combinations]."""
         model, data, training, sharding, run = self.model, self.data, self.training, self.sharding, self.run
+        parse_bytes("memory", sharding.memory)  # raises before a rank is started
         first, last = run.profile_steps
         if not WARM_UP_STEPS < first <= last < first + MAX_PROFILE_STEPS:
             raise ValueError(

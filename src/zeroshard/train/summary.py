@@ -98,11 +98,17 @@ def option_lines(
 def header_lines(setup: TrainingSetup) -> Iterator[tuple[str, str]]:
     """Yield the description of a run, as pairs of label and value."""
     options, record = setup.options, setup.record
-    sequence = setup.train_loader.sequence
     validation = f", {len(setup.validation_loader.tokens):,} for validation" if setup.validation_loader else ""
     report = zeroshard.report(setup.model)
-    device = f"{record.device} over {record.backend}"
-    yield from option_lines(options, record.model, record.precision, record.ranks, device, setup.plan_reason, sequence)
+    yield from option_lines(
+        options,
+        record.model,
+        record.precision,
+        record.ranks,
+        f"{record.device} over {record.backend}",
+        setup.plan_reason,
+        setup.train_loader.sequence,
+    )
     yield "data", f"{len(setup.train_loader.tokens):,} tokens for training{validation}"
     for option, params in report.eight_bits.items():
         yield EIGHT_BIT_LABELS[option], str(params)
