@@ -37,8 +37,9 @@ def main(argv: Sequence[str]) -> int:
 def _parse(flags: Sequence[str], source: str = "") -> dict[str, Any]:
     """Return the options that one source sets; tyro prints what is wrong with one, and ends the program."""
     where = f" (options of {source})" if source else ""
-    program = f"zeroshard train{where}"
-    parsed = tyro.cli(TrainOptions, args=list(flags), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+    parsed = tyro.cli(
+        TrainOptions, args=list(flags), prog=f"zeroshard train{where}", config=(tyro.conf.OmitArgPrefixes,)
+    )
     words = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     words |= {word.removeprefix("no_") for word in words}
     given = {name: value for name, value in parsed.to_flat_dict().items() if name in words}
