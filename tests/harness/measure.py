@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "zeroshard"
 BUDGETS = ROOT / "tests" / "budgets.toml"
 HAS_PYTHON = sys.version_info[:2] == (3, 11)
-CORE = ("core", "engine", "sharding", "comm", "memory", "optim", "activations", "float8", "tensor_parallel", "api.py")
+CORE = ("engine", "sharding", "comm", "memory", "optim", "activations", "float8", "tensor_parallel", "api.py")
 HEADER = """\
 # What may only fall. tests/test_structure.py fails if more is measured (Python 3.11). A commit that lowers a number
 # writes it here: python tests/harness/measure.py --write. Raising one (--set NAME) needs a commit that says why.
@@ -124,14 +124,10 @@ def _folder(path: Path) -> str:
 
 
 def source_sizes() -> Rows:
-    """Return the size of each folder of src, and of the folders in core/."""
+    """Return the size of each folder of src."""
     sizes: dict[str, Size] = defaultdict(Size)
     for path in sorted(SOURCES.rglob("*.py")):
-        folders = ["total", _folder(path)]
-        parts = path.relative_to(SOURCES).parts
-        if parts[0] == "core" and len(parts) > 2:
-            folders.append("/".join(parts[:2]))
-        for folder in folders:
+        for folder in ("total", _folder(path)):
             sizes[folder].add(path.read_text())
     rows = {folder: size.row() for folder, size in sizes.items()}
     rows["total"]["tokens_a_statement"] = round(sizes["total"].tokens / sizes["total"].statements, 2)

@@ -60,12 +60,9 @@ def extract_sources(target: Path) -> Path:
 
 def run_programs(sources: Path, programs: Sequence[Program]) -> list[list[Digest]]:
     """Run programs with the library in ``sources``; return the digests of each."""
-    environment = {**os.environ, "PYTHONPATH": str(sources)}
-    if not (sources / "zeroshard" / "core").exists():
-        environment.pop("ZEROSHARD_CORE", None)  # these sources have one core
     result = subprocess.run(
         [sys.executable, __file__],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(sources)},
         input=json.dumps(programs),
         capture_output=True,
         text=True,
