@@ -13,14 +13,14 @@ from typing import Any
 import hugging_face
 import pytest
 import torch
-from against_plain import assert_same, built, sgd, tokens
 from live import Collectives, allocated_bytes
 from pairs import pairwise
-from plain import Block, Net, assert_equal, batches, full_parameters, make_net, net_loss
+from plain import assert_equal, assert_same, batches, decayed, full_parameters, net_loss, tokens
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from zoo import Block, Net, built, make_net
 
 import zeroshard
 from zeroshard.activations.stack import ALIGN_BYTES
@@ -88,7 +88,7 @@ def train(rank: int, model: nn.Module, mode: str, stage: int | None, before: boo
     options = dict(MODES[mode]) if mode != "torch" else {}
     if "partition" in options:
         options["partition"] = init_device_mesh("cpu", (2,))
-    optimizer: Any = sgd(model)
+    optimizer: Any = decayed(model)
     if mode == "torch":
         by_torch(model)
     elif before:
@@ -141,7 +141,7 @@ def train_stages(rank: int, model: nn.Module, mode: str | None) -> Any:
         if "partition" in options:
             options["partition"] = init_device_mesh("cpu", (2,))
         zeroshard.checkpoint_activations(model, [Noisy], **options)
-    model, optimizer = zeroshard.shard(model, sgd(model), stage=3, timeout=20)
+    model, optimizer = zeroshard.shard(model, decayed(model), stage=3, timeout=20)
     torch.manual_seed(7)
     for batch in batches(3):
         net_loss(model, batch).backward()
@@ -198,7 +198,7 @@ def keep(rank: int, world: int, rows: int, length: int, offload: bool) -> Any:
 
 
 def paired(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return model, sgd(model)
+    return model, decayed(model)
 
 
 @pytest.mark.parametrize(  # 7 wide: 336 elements, 105, 7

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split
 from ranks import run_processes
 from test_models_compile import in_place, wrappers
+from zoo import make_net
 
 import zeroshard
 

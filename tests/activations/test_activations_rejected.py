@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import built
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
 from ranks import run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import built, make_net
 
 import zeroshard
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import adamw, built, tokens
-from plain import assert_equal, batches, make_net, net_loss
+from plain import adamw, assert_equal, batches, net_loss, tokens
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from zoo import built, make_net
 
 import zeroshard
 from zeroshard.comm.counters import TPTrafficMode

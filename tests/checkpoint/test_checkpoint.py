@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 import torch
 from live import allocated_bytes
-from plain import Net, adamw_in_groups, batches, make_net, net_loss, split
+from plain import adamw_in_groups, batches, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import Net, make_net
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BLOCKS_IN_FLIGHT

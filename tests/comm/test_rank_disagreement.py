@@ -9,9 +9,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_close, batches, full_parameters, make_net, net_loss, split
+from plain import assert_close, batches, full_parameters, net_loss, split
 from ranks import run_processes, run_threads
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 from zeroshard.comm import open_consistency_checker

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from crash import Forks, Outcome, Run
-from plain import make_net
 from ranks import run_threads
+from zoo import make_net
 
 import zeroshard
 from zeroshard.comm import heartbeat_monitor, peers

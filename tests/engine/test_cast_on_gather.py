@@ -13,10 +13,11 @@ import torch
 from live import live_bytes, live_bytes_at_start
 from offloaded import Case, assert_same, everything, loop
 from one_pass import in_one_pass
-from plain import batches, full_parameters, make_net, net_loss, split
+from plain import batches, full_parameters, net_loss, split
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.config.config import Config

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import live_beyond, live_bytes
-from plain import Net, assert_close, assert_equal, batches, make_net, net_loss, split, train_plain
+from plain import assert_close, assert_equal, batches, net_loss, run_plain, split
 from ranks import run_processes, run_threads
 from torch import nn
+from zoo import Net, make_net
 
 import zeroshard
 
@@ -113,7 +114,7 @@ def test_two_sharded_models_in_one_process_do_not_meet() -> None:
                 optimizer.zero_grad()
         return [dict(zeroshard.unwrap(model).named_parameters()) for model, _ in (a, b)]
 
-    wanted = [train_plain(copy.deepcopy(model), adam, data)[1] for model in (first, second)]
+    wanted = [run_plain(model, adam, data) for model in (first, second)]
     for found in run_threads(2, body):
         for ours, plain in zip(found, wanted, strict=True):
             assert_close({n: p.detach() for n, p in ours.items()}, plain, 1e-5)
@@ -184,7 +185,7 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
         copy.deepcopy(model)
         return {name: p.detach() for name, p in model.named_parameters()}
 
-    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-5 if precision is None else 0.2)
         assert all(p.dtype == torch.float32 for p in parameters.values())
@@ -203,7 +204,7 @@ def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) 
             model, optimizer = zeroshard.unwrap(model, optimizer)
         return {name: p.detach() for name, p in model.named_parameters()}
 
-    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-5)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
 from ranks import run_threads
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 from zeroshard.engine import param_access, param_versions
@@ -122,7 +123,7 @@ def test_training_inside_a_block_is_plain_until_the_step(stage: int) -> None:
         optimizer.step()
         return full_parameters(model)
 
-    _, wanted = train_plain(copy.deepcopy(plain), sgd, data)
+    wanted = run_plain(plain, sgd, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-5)
 
@@ -221,7 +222,7 @@ def test_data_replaced_inside_a_writing_block_is_written(stage: int, options: di
 
     expected = copy.deepcopy(plain)
     halve(expected)
-    _, wanted = train_plain(expected, sgd, data)
+    wanted = run_plain(expected, sgd, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 3e-2 if options.get("precision") else 1e-5)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from live import live_bytes, live_bytes_at_start
 from one_pass import in_one_pass
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_steps
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split, train_steps
 from ranks import run_processes, run_threads
 from rules import Rule
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 from zeroshard.engine.flat_grad import assign_segments

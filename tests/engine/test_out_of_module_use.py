@@ -10,20 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from against_plain import (
-    Step,
-    assert_same,
-    backwards_in_reverse,
-    backwards_in_turn,
-    built,
-    token_loss,
-    token_step,
-    tokens,
-)
-from plain import Block, Net
+from plain import Step, assert_same, backwards_in_reverse, backwards_in_turn, net_loss, token_step, tokens
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.nn import functional as F
+from zoo import Block, Net, built
 
 import zeroshard
 from zeroshard.engine.schedule import ForwardRecord, PassRecords, UnitExecutor, UnitHolds
@@ -87,7 +78,7 @@ class Reads(Net):
 
 
 def evaluated_between(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     with torch.no_grad():
         model(ids)
     loss.backward()
@@ -95,14 +86,14 @@ def evaluated_between(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def backward_twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     loss.backward(retain_graph=True)
     loss.backward()
     return loss
 
 
 def forwards_never_gone_back(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     for _ in range(3):
         model(ids)
     loss.backward()
@@ -141,10 +132,10 @@ def penalty_across_another_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """A gradient penalty whose graph was made before another forward and backward."""
     embedded: list[torch.Tensor] = []
     handle = model.embedding.register_forward_hook(lambda module, args, output: embedded.append(output))
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     handle.remove()
     (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
-    token_loss(model, ids.flip(1)).backward()
+    net_loss(model, ids.flip(1)).backward()
     total = loss + 10 * gradient.square().sum()
     total.backward()
     return total
@@ -215,7 +206,7 @@ class Quantised(Net):
 
 def evaluated_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        loss = token_loss(model, ids)
+        loss = net_loss(model, ids)
     token_step(model, ids)
     return loss
 
@@ -395,7 +386,7 @@ def kept_alone(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def kept_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     model.loss.backward(retain_graph=True)
     loss.backward()
     return loss
@@ -409,9 +400,9 @@ def test_a_loss_made_of_a_childs_weight_may_be_kept(view: bool, step: Step) -> N
 
 def pinned_by_the_other(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Of two forwards, the first keeps a view's unit to its end; the second has only loose uses of it."""
-    first = token_loss(model, ids)
+    first = net_loss(model, ids)
     model.view = False
-    second = token_loss(model, ids.flip(1)) + model.loss
+    second = net_loss(model, ids.flip(1)) + model.loss
     model.view = True
     first.backward()
     second.backward()

@@ -10,10 +10,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from zoo import make_net
 
 import zeroshard
 
@@ -313,7 +314,7 @@ def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(s
 @pytest.mark.parametrize("stage", STAGES)
 def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
     plain = make_net()
-    _, wanted = train_plain(copy.deepcopy(plain), adam, batches(2))
+    wanted = run_plain(plain, adam, batches(2))
 
     def body(rank: int):
         model, optimizer = shard(plain, stage)
@@ -603,7 +604,7 @@ def test_training_goes_on_from_what_was_written(stage: int) -> None:
 
     expected = copy.deepcopy(plain)
     edit(expected)
-    _, wanted = train_plain(expected, adam, data)
+    wanted = run_plain(expected, adam, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-5)
 
@@ -673,7 +674,7 @@ def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
             step(model, optimizer, split(batch, rank, 2))
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    wanted = run_plain(plain, adam, data)
     for state in run_threads(2, body):
         assert_close(state, wanted, 1e-5)
 
@@ -745,7 +746,7 @@ def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int
             optimizer.zero_grad()
         return full_parameters(model)
 
-    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-5)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batches, make_net, net_loss, split
+from plain import batches, net_loss, split
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from zoo import make_net
 
 import zeroshard
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import Step, assert_same, built, token_loss, token_step, tokens
-from plain import Block, Net
+from plain import Step, assert_same, net_loss, token_step, tokens
 from ranks import run_processes
 from torch import nn
+from zoo import Block, Net, built
 
 VOCABULARY = 11  # of plain.Net
 
@@ -90,7 +90,7 @@ def one_after_the_other(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def with_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids) + torch.stack(penalties(model)).sum()
+    loss = net_loss(model, ids) + torch.stack(penalties(model)).sum()
     loss.backward()
     return loss
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
-from plain import assert_close, assert_same_training, batches, make_net, net_loss, split
+from plain import assert_close, assert_same_training, batches, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 

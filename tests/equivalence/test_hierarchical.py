@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, make_net, net_loss, split, train_plain, train_steps
+from plain import assert_close, batches, full_parameters, net_loss, run_plain, split, train_steps
 from ranks import run_processes, run_threads, seeded
 from rules import Lamb
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -51,7 +52,7 @@ def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, buc
     if (stage, partition, shape) == (3, "hierarchical", (4, 1)):
         pytest.skip("parameters cannot be partitioned over one rank: see below")
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    wanted = run_plain(model, adam, batches(3))
     options = {"stage": stage, "partition": partition, "bucket_size": bucket_size}
     for parameters, _ in run_threads(4, train, model, shape, options):
         assert_close(parameters, wanted, 1e-5)
@@ -60,7 +61,7 @@ def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, buc
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_gloo_processes_give_the_plain_numbers(partition: str) -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    wanted = run_plain(model, adam, batches(3))
     for parameters, _ in run_processes(4, train, model, (2, 2), {"stage": 3, "partition": partition}):
         assert_close(parameters, wanted, 1e-5)
 

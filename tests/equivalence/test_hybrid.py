@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, make_net, net_loss, split, train_plain
+from plain import assert_close, batches, full_parameters, net_loss, run_plain, split
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -41,7 +42,7 @@ def train(rank: int, model: nn.Module, stage: int, shape: tuple[int, ...], max_n
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int, ...], bucket_size: int) -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    wanted = run_plain(model, adam, batches(3))
     for parameters, _, _ in run_threads(4, train, model, stage, shape, None, {"bucket_size": bucket_size}):
         assert_close(parameters, wanted, 1e-5)
 
@@ -49,7 +50,7 @@ def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
+    wanted = run_plain(model, adam, batches(3))
     for parameters, _, _ in run_processes(4, train, model, stage, (2, 2), None, {}):
         assert_close(parameters, wanted, 1e-5)
 
@@ -130,7 +131,7 @@ def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
             optimizer.zero_grad()
         return full_parameters(ours)
 
-    wanted = [train_plain(copy.deepcopy(model), adam, batches(3, seed=job))[1] for job in (0, 1)]
+    wanted = [run_plain(model, adam, batches(3, seed=job)) for job in (0, 1)]
     for rank, parameters in enumerate(run_threads(4, body)):
         assert_close(parameters, wanted[rank // 2], 1e-5)
 

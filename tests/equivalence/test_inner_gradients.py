@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, make_net, net_loss, split, train_plain, train_steps
+from plain import assert_close, batches, full_parameters, net_loss, run_plain, split, train_steps
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -57,7 +58,7 @@ LAYOUTS_AND_OPTIONS = [
 def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
     stage, shape, options = LAYOUTS_AND_OPTIONS[row]
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(4, rows=24))
+    wanted = run_plain(model, adam, batches(4, rows=24))
     # with every row both partitions, with each of them one number of backwards
     options = {"stage": stage, "partition": PARTITIONS[(row + backwards // 2) % 2], **options}
     for parameters in run_threads(4, train, model, shape, backwards, options):
@@ -66,7 +67,7 @@ def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
 
 def test_gloo_processes_give_the_plain_numbers() -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(4, rows=24))
+    wanted = run_plain(model, adam, batches(4, rows=24))
     options = {"stage": 3, "partition": PARTITIONS[0]}
     for parameters in run_processes(4, train, model, (2, 2), 3, options):
         assert_close(parameters, wanted, 1e-5)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import assert_same, backwards_in_reverse, backwards_in_turn, built, token_loss, token_step, tokens
 from pairs import pairwise
-from plain import Block, Net
+from plain import assert_same, backwards_in_reverse, backwards_in_turn, net_loss, token_step, tokens
 from torch import nn
 from torch.nn import functional as F
+from zoo import Block, Net, built
 
 VOCABULARY = 11  # of plain.Net
 
@@ -139,14 +139,14 @@ class TwoHeads(Net):
 
 
 def several_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = sum(token_loss(model, (ids + shift) % VOCABULARY) for shift in range(3))
+    loss = sum(net_loss(model, (ids + shift) % VOCABULARY) for shift in range(3))
     loss.backward()
     return loss
 
 
 def retained(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Two backwards through one graph."""
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     loss.backward(retain_graph=True)
     (3 * loss).backward()
     return loss
@@ -154,12 +154,12 @@ def retained(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def evaluation_between(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """A forward without gradients, and one whose gradients nobody asks for, between a forward and its backward."""
-    loss = token_loss(model, ids)
+    loss = net_loss(model, ids)
     with torch.no_grad():
-        token_loss(model, ids.flip(0))
+        net_loss(model, ids.flip(0))
     with torch.inference_mode():
-        token_loss(model, ids.flip(0))
-    token_loss(model, ids.flip(1))
+        net_loss(model, ids.flip(0))
+    net_loss(model, ids.flip(1))
     loss.backward()
     return loss
 

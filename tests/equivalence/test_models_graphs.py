@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import Step, assert_same, built, numbers, sgd, token_loss, token_step, tokens
-from plain import Net, full_parameters
+from plain import Step, assert_same, decayed, full_parameters, net_loss, numbers, token_step, tokens
 from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from zoo import Net, built
 
 import zeroshard
 
@@ -113,7 +113,7 @@ def kept_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def with_penalty(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = token_loss(model, ids) + model.penalty
+    loss = net_loss(model, ids) + model.penalty
     loss.backward()
     return loss
 
@@ -313,7 +313,7 @@ def transformed(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sharded_transforms(rank: int, model: Any, batch: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
-    model, optimizer = zeroshard.shard(model, sgd(model), **options)
+    model, optimizer = zeroshard.shard(model, decayed(model), **options)
     found = transformed(model, batch)
     squared(model, batch)
     optimizer.step()
@@ -324,7 +324,7 @@ def sharded_transforms(rank: int, model: Any, batch: torch.Tensor, options: dict
 def test_transforms_of_a_sharded_model_are_those_of_the_plain_one(options: dict[str, Any]) -> None:
     model, batch = built(Continuous), numbers(1, 6, 7)[0]
     found = run_processes(2, sharded_transforms, model, batch, options)
-    wanted, optimizer = transformed(model, batch), sgd(model)
+    wanted, optimizer = transformed(model, batch), decayed(model)
     squared(model, batch)
     optimizer.step()
     for ours in found:

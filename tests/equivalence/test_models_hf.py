@@ -10,9 +10,10 @@ import peft
 import pytest
 import torch
 import transformers
-from against_plain import assert_same, built, numbers, part, sgd, tokens
+from plain import assert_same, decayed, numbers, split, tokens
 from ranks import run_processes, run_threads
 from torch import nn
+from zoo import built
 
 import zeroshard
 from zeroshard.sharding.layout import ALIGN_ELEMENTS, round_up
@@ -151,7 +152,7 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
         for batch in [None, *data]:
             if batch is not None:
                 model.train()
-                language_step(model, part(batch, rank, world))
+                language_step(model, split(batch, rank, world))
                 optimizer.step()
                 optimizer.zero_grad()
                 model.eval()
@@ -237,7 +238,7 @@ def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) 
 
     def body(rank: int) -> Any:
         mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage)
+        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage)
         before = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
         with zeroshard.gathered(mine), torch.no_grad():
             mine.merge_adapter()
@@ -245,7 +246,7 @@ def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) 
             mine.unmerge_adapter()
         after = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
         assert all(torch.equal(after[name], value) for name, value in before.items())
-        language_step(mine, part(batch, rank, 2))
+        language_step(mine, split(batch, rank, 2))
         optimizer.step()
         return logits
 
@@ -262,9 +263,9 @@ def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(
 
     def body(rank: int) -> Any:
         mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage)
+        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage)
         for batch in tokens(2, VOCABULARY):
-            language_step(mine, part(batch, rank, 2))
+            language_step(mine, split(batch, rank, 2))
             optimizer.step()
             optimizer.zero_grad()
         return zeroshard.report(mine)
@@ -315,7 +316,7 @@ def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_embeddings_that_are_resized_after_shard_are_refused(stage: int) -> None:
     model = gpt2()
-    model, _ = zeroshard.shard(model, sgd(model), stage=stage)
+    model, _ = zeroshard.shard(model, decayed(model), stage=stage)
     model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     with pytest.raises(RuntimeError, match=r"the data of 'transformer\.wte\.weight' was replaced after zeroshard"):
         model(tokens(1, VOCABULARY)[0])

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import assert_same, built, copied_buffers, numbers, part, sgd, token_step, tokens
-from plain import Block, assert_close, full_parameters
+from plain import (
+    assert_close,
+    assert_same,
+    copied_buffers,
+    decayed,
+    full_parameters,
+    numbers,
+    split,
+    token_step,
+    tokens,
+)
 from ranks import run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from zoo import Block, built
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -100,7 +110,7 @@ def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch
     """Train, and evaluate in every mode between; return all outputs, and the buffers after each training forward."""
     outputs = []
     for number, batch in enumerate(batches):
-        x = part(batch, rank, world)
+        x = split(batch, rank, world)
         model.eval()
         with torch.no_grad() if number % 2 else torch.inference_mode():
             outputs.append(model(x).clone())
@@ -118,14 +128,14 @@ def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch
 
 
 def modes_sharded(rank: int, world: int, model: nn.Module, batches: list[torch.Tensor], stage: int) -> Any:
-    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, timeout=20)
+    model, optimizer = zeroshard.shard(model, decayed(model), stage=stage, timeout=20)
     outputs = modes(model, optimizer, rank, world, batches)
     return outputs, full_parameters(model), copied_buffers(model)
 
 
 def modes_ddp(rank: int, world: int, model: nn.Module, batches: list[torch.Tensor]) -> Any:
     wrapped = DistributedDataParallel(model)
-    outputs = modes(wrapped, sgd(model), rank, world, batches)
+    outputs = modes(wrapped, decayed(model), rank, world, batches)
     return outputs, {n: p.detach() for n, p in model.named_parameters()}, copied_buffers(model)
 
 
@@ -140,7 +150,7 @@ def hooked_gradients(rank: int, world: int, model: nn.Module, batch: torch.Tenso
     run: Any = DistributedDataParallel(model) if stage is None else zeroshard.shard(model, stage=stage)[0]
     for name, parameter in names.items():
         parameter.register_hook(halved(name))
-    run(part(batch, rank, world)).square().mean().backward()
+    run(split(batch, rank, world)).square().mean().backward()
     read = (lambda name: names[name].grad) if stage is None else (lambda name: zeroshard.full_gradient(run, name))
     return seen, {name: read(name) for name in names}
 

@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import assert_same, built, copied, numbers, part, sgd, token_loss, token_step, tokens
 from pairs import pairwise
-from plain import Net, assert_close, full_parameters
+from plain import (
+    assert_close,
+    assert_same,
+    copied,
+    decayed,
+    full_parameters,
+    net_loss,
+    numbers,
+    split,
+    token_step,
+    tokens,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from zoo import Net, built
 
 import zeroshard
 
@@ -76,7 +87,7 @@ def test_activation_checkpointing_of_both_kinds(reentrant: bool, cut: str, stage
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_with_several_forwards_before_one_backward(reentrant: bool) -> None:
     def two_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
-        loss = token_loss(model, ids) + token_loss(model, ids.flip(1))
+        loss = net_loss(model, ids) + net_loss(model, ids.flip(1))
         loss.backward()
         return loss
 
@@ -96,19 +107,19 @@ def all_modes(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Every mode before, between and after two accumulated backwards; what they all say counts as the loss."""
     said = []
     with torch.inference_mode():
-        said.append(token_loss(model, ids).clone())
+        said.append(net_loss(model, ids).clone())
     model.eval()
-    token_loss(model, ids).backward()  # evaluation mode has gradients too
+    net_loss(model, ids).backward()  # evaluation mode has gradients too
     with torch.no_grad():
-        said.append(token_loss(model, ids))
+        said.append(net_loss(model, ids))
     model.train()
     with torch.no_grad(), torch.enable_grad():
-        loss = token_loss(model, ids.flip(1))
+        loss = net_loss(model, ids.flip(1))
     with torch.inference_mode():
-        said.append(token_loss(model, ids).clone())
+        said.append(net_loss(model, ids).clone())
     loss.backward()
     model.eval()
-    said.append(token_loss(model, ids).detach())
+    said.append(net_loss(model, ids).detach())
     model.train()
     return torch.stack([*(float(s) * torch.ones(()) for s in said), loss.detach()]).sum()
 
@@ -168,19 +179,19 @@ def test_two_sharded_models_train_against_each_other(stages: tuple[int, int]) ->
 
     def body(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         mine = copy.deepcopy(models)
-        maker, make = zeroshard.shard(mine["maker"], sgd(mine["maker"]), stage=stages[0], timeout=20)
-        judge, judging = zeroshard.shard(mine["judge"], sgd(mine["judge"]), stage=stages[1], timeout=20)
-        losses = [play(maker, judge, make, judging, *part(batch, rank, 2)) for batch in data]
+        maker, make = zeroshard.shard(mine["maker"], decayed(mine["maker"]), stage=stages[0], timeout=20)
+        judge, judging = zeroshard.shard(mine["judge"], decayed(mine["judge"]), stage=stages[1], timeout=20)
+        losses = [play(maker, judge, make, judging, *split(batch, rank, 2)) for batch in data]
         made = {f"maker.{name}": value for name, value in full_parameters(maker).items()}
         return losses, made | {f"judge.{name}": value for name, value in full_parameters(judge).items()}
 
     plain = copy.deepcopy(models)
-    make, judging = sgd(plain["maker"]), sgd(plain["judge"])
+    make, judging = decayed(plain["maker"]), decayed(plain["judge"])
     expected = torch.tensor([play(plain["maker"], plain["judge"], make, judging, *batch) for batch in data])
     results = run_threads(2, body)
     torch.testing.assert_close(torch.tensor([r[0] for r in results]).mean(0), expected, rtol=1e-6, atol=1e-6)
     for _, parameters in results:
-        assert_close(parameters, copied(plain)[0], 2e-6)
+        assert_close(parameters, copied(plain), 2e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -198,15 +209,15 @@ def test_a_sharded_teacher_without_optimizer_and_its_student(stage: int) -> None
     def body(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         master, _ = zeroshard.shard(copy.deepcopy(teacher), stage=stage, timeout=20)
         mine = copy.deepcopy(student)
-        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage, timeout=20)
+        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage, timeout=20)
         for batch in data:
-            distil(master, mine, optimizer, part(batch, rank, 2))
+            distil(master, mine, optimizer, split(batch, rank, 2))
         return full_parameters(master), full_parameters(mine)
 
     plain = copy.deepcopy(student)
-    optimizer = sgd(plain)
+    optimizer = decayed(plain)
     for batch in data:
         distil(teacher, plain, optimizer, batch)
     for unchanged, taught in run_threads(2, body):
-        assert_close(unchanged, copied(teacher)[0], 0.0)
-        assert_close(taught, copied(plain)[0])
+        assert_close(unchanged, copied(teacher), 0.0)
+        assert_close(taught, copied(plain))

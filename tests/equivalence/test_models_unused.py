@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import adamw, assert_same, built, part, sgd, tokens, train_rank
-from plain import Block, Net, assert_close, full_parameters
+from plain import adamw, assert_close, assert_same, decayed, full_parameters, split, tokens, train_rank
 from ranks import RanksFailed, run_threads
 from torch import nn
 from torch.nn import functional as F
+from zoo import Block, Net, built
 
 import zeroshard
 
@@ -51,12 +51,12 @@ def branching_batches(run: list[list[int]], use: list[list[int]]) -> list[dict[s
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("make_optimizer", [decayed, adamw])
 def test_a_branch_that_changes_from_step_to_step(make_optimizer: Any, stage: int) -> None:
     """The plain optimizer skips what got no gradient: no decay, no momentum, no step counted. So does ours."""
     on_off = [[1, 1], [0, 0], [1, 1], [0, 0], [1, 1]]
     batches = branching_batches(run=on_off, use=[[1, 1]] * 5)
-    assert_same(built(Branching), branching_step, batches, stage=stage, make_optimizer=make_optimizer, whole=False)
+    assert_same(built(Branching), branching_step, batches, stage=stage, make=make_optimizer, whole=False)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,7 +70,7 @@ def test_parameters_unused_everywhere_keep_their_values_and_have_no_state(stage:
         unused = [n for n, _ in mine.named_parameters() if n.startswith(("side", "never")) or n.endswith("spare")]
         for batch in batches:
             optimizer.zero_grad()
-            branching_step(mine, part(batch, rank, 2))
+            branching_step(mine, split(batch, rank, 2))
             optimizer.step()
         gradients = [zeroshard.full_gradient(mine, name) for name in unused]
         states = [zeroshard.full_state(optimizer, name) for name in unused]
@@ -90,7 +90,7 @@ def test_outputs_used_on_one_rank_only_are_averaged_over_all(stage: int, world: 
     """The side blocks run on all ranks; each step another rank's loss depends on them."""
     use = [[int(rank == step % world) for rank in range(world)] for step in range(3)]
     batches = branching_batches(run=[[1] * world] * 3, use=use)
-    assert_same(built(Branching), branching_step, batches, stage=stage, world=world, whole=False, make_optimizer=adamw)
+    assert_same(built(Branching), branching_step, batches, stage=stage, world=world, whole=False, make=adamw)
 
 
 class Inside(Net):
@@ -119,18 +119,18 @@ class Inside(Net):
 def test_branches_inside_a_unit_may_differ_from_rank_to_rank(stage: int) -> None:
     run = [[1, 0], [0, 1], [1, 1], [0, 0]]
     batches = branching_batches(run=run, use=run)
-    assert_same(built(Inside), branching_step, batches, stage=stage, whole=False, make_optimizer=adamw)
+    assert_same(built(Inside), branching_step, batches, stage=stage, whole=False, make=adamw)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_branches_around_a_unit_may_differ_from_rank_to_rank_while_parameters_are_whole(stage: int) -> None:
     run = [[1, 0], [0, 1], [1, 1], [0, 0]]
     batches = branching_batches(run=run, use=[[1, 1]] * 4)
-    assert_same(built(Branching), branching_step, batches, stage=stage, whole=False, make_optimizer=adamw)
+    assert_same(built(Branching), branching_step, batches, stage=stage, whole=False, make=adamw)
 
 
 def test_branches_around_a_partitioned_unit_that_differ_from_rank_to_rank_are_an_error_that_names_it() -> None:
     batches = branching_batches(run=[[1, 1], [1, 0]], use=[[1, 1]] * 2)
     options = {"stage": 3, "timeout": 1}
     with pytest.raises(RanksFailed, match=r"RanksDisagreeError: .*rank 1 .* unit 'blocks\.0'"):
-        run_threads(2, train_rank, 2, built(Branching), branching_step, batches, sgd, options)
+        run_threads(2, train_rank, 2, built(Branching), branching_step, batches, decayed, options)

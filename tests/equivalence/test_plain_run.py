@@ -14,7 +14,6 @@ from plain import (
     assert_same_training,
     batches,
     full_parameters,
-    make_net,
     net_loss,
     run_plain,
     run_rank,
@@ -24,6 +23,7 @@ from plain import (
 )
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 
@@ -151,7 +151,7 @@ def test_a_rank_that_owns_nothing_takes_part(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["SGD with momentum", "AdamW fused"])
 def test_a_hybrid_mesh_equals_the_plain_run(kind: str) -> None:
-    assert_same_training(4, net(), of_all(kind), batches(STEPS), mesh_shape=(2, 2), bucket_size=100)
+    assert_same_training(4, net(), of_all(kind), batches(STEPS), mesh=(2, 2), bucket_size=100)
 
 
 @pytest.mark.parametrize("options", [{"ring": 1}, {"ring": 5}, {"prefetch": False}, {"units": ("embedding", "head")}])

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
-from plain import Block, Net, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from zoo import Block, Net, make_net
 
 import zeroshard
 from zeroshard.optim import loss_scale as loss_scale_module

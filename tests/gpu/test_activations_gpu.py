@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_equal, batches, full_parameters, make_net, net_loss
+from plain import assert_equal, batches, full_parameters, net_loss
 from ranks import run_processes
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.activations.store import ActivationStore

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
 from ranks import run_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.engine import GradScale

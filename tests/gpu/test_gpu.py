@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
 from ranks import run_processes
+from zoo import make_net
 
 import zeroshard
 from benchmarks.harness.collectives import Echo
@@ -56,7 +57,7 @@ def test_fp32_equals_the_plain_run_on_the_gpu() -> None:
         optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
         return optimizer
 
-    _, plain = train_plain(make_net().cuda(), clipped, [batch.cuda() for batch in batches(4)])
+    plain = run_plain(make_net().cuda(), clipped, [batch.cuda() for batch in batches(4)])
     for stage in (0, 3):
         (ours, _) = run_processes(2, train_on_gpu, 2, {"stage": stage})
         assert_close(ours, {name: value.cpu() for name, value in plain.items()}, 1e-5)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, PlainReplicas, Values
-from plain import adamw_in_groups, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import adamw_in_groups, assert_close, assert_equal, batches, full_parameters, net_loss, split
 from ranks import device, run_nccl, run_processes
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 

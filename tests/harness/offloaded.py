@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from plain import Block, batches, make_net, net_loss, split
+from plain import batches, net_loss, split
 from ranks import seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import Block, make_net
 
 import zeroshard
 

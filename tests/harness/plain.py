@@ -1,78 +1,129 @@
-"""The plain, unsharded runs that sharded runs are compared with, and small models for it."""
+"""The one driver beside the plain run: train sharded, on every rank's part of the data, and plain, on all of it.
+
+A *loop* is a function of a model, its optimizer and data, written like a user's: it works for plain and for sharded
+models. `assert_same_training` runs one on every rank in every stage and once without sharding, and compares the final
+parameters. Tests that look at more shard with `sharded`, train with `train_steps` or `take_step`, and compare with
+`run_plain`.
+
+A *step* is a function of a model and one batch: it runs forward and backward and returns the loss. `assert_same` trains
+with one both ways, and also compares losses and buffers. If the mean over the batch is not the mean over the parts
+(batch norm, routers, parameters that only one part uses), it runs the plain model on one part after the other and
+averages the gradients, as data parallelism does (`whole=False`).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from ranks import run_threads, seeded
+from ranks import run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 import zeroshard
 
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Tensors = dict[str, torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Step = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[Any], Any]
 
-
-class Block(nn.Module):
-    """A residual block with sizes that are not divisible by the number of ranks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 3)
-        self.down = nn.Linear(2 * width + 3, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Embedding, blocks, head, and parameters with one and with zero elements."""
-
-    def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.temperature = nn.Parameter(torch.ones(1))
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.temperature + self.nothing.sum()
-
-
-def make_net(seed: int = 0, **sizes: int) -> Net:
-    """Build a net from a seed, without changing the state of the global generator."""
-    with seeded(seed):  # ranks are threads, and share the generator
-        return Net(**sizes)
-
-
-def net_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Predict each token from itself."""
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+# --------------------------------------------------------------------------------------------------- data and losses
 
 
 def batches(steps: int, rows: int = 12, length: int = 5, vocabulary: int = 11, seed: int = 1) -> list[torch.Tensor]:
-    """Return global batches; 12 rows can be split over 1, 2, 3 and 4 ranks."""
+    """Return global batches of tokens; 12 rows can be split over 1, 2, 3 and 4 ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(steps)]
 
 
-def split(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Return one rank's rows of a global batch."""
-    return batch.chunk(world)[rank]
+def tokens(steps: int, vocabulary: int, rows: int = 6, length: int = 5) -> list[torch.Tensor]:
+    """Return global batches of tokens of any vocabulary; 6 rows can be split over 2 and 3 ranks."""
+    return batches(steps, rows, length, vocabulary)
+
+
+def numbers(steps: int, *shape: int, seed: int = 2) -> list[torch.Tensor]:
+    """Return global batches of random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(steps)]
+
+
+def split(batch: Any, rank: int, world: int) -> Any:
+    """Return one rank's rows of every tensor in a global batch."""
+    return pytree.tree_map(lambda tensor: tensor.chunk(world)[rank], batch)
+
+
+def shares(data: Iterable[Any], rank: int, world: int) -> list[Any]:
+    """Return one rank's rows of each global batch."""
+    return [split(batch, rank, world) for batch in data]
+
+
+def net_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Predict each token from itself."""
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def square_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Make outputs small."""
+    return model(x).float().square().mean()
+
+
+def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Run one forward and one backward."""
+    loss = net_loss(model, ids)
+    loss.backward()
+    return loss
+
+
+def backwards_in_turn(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Run two forwards, then their backwards in the same order."""
+    first, second = net_loss(model, ids), net_loss(model, ids.flip(1))
+    first.backward()
+    second.backward()
+    return first + second
+
+
+def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Run two forwards, then their backwards in reverse order."""
+    first, second = net_loss(model, ids), net_loss(model, ids.flip(1))
+    second.backward()
+    first.backward()
+    return first + second
+
+
+# --------------------------------------------------------------------------------------------------------- optimizers
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
+    """Return SGD. Its update is proportional to the gradient, so a wrong scale shows."""
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def momentum(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Return SGD with momentum of the parameters that are trained."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, **options)
+
+
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with momentum and weight decay, of the parameters that are trained."""
+    return momentum(model, weight_decay=0.01)
+
+
+def adam(model: nn.Module, lr: float = 0.01, **options: Any) -> torch.optim.Optimizer:
+    """Return Adam with torch's epsilon."""
+    return torch.optim.Adam(model.parameters(), lr=lr, **options)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Return AdamW with an epsilon above the rounding errors of gradients, which it would scale up to a full step."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3, **options})
 
 
 def adamw_in_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW with two groups of parameters, and an epsilon above the rounding of gradients."""
+    """Return AdamW with two groups of parameters, of which one decays."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
@@ -81,51 +132,65 @@ def adamw_in_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
 
 
-def train_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
-) -> list[float]:
-    """Run one step per batch; return the losses. Like every loop here, it works for plain and for sharded models."""
-    losses = []
-    for batch in data:
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+# ------------------------------------------------------------------------------------------------ sharding and loops
 
 
-def train_plain(
-    model: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train without sharding on global batches; return losses and final parameters."""
-    losses = train_steps(model, make_optimizer(model), data, loss_of)
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+def mesh_of(shape: tuple[int, ...], names: str = "replicate shard") -> DeviceMesh:
+    """Return a mesh of this shape; with fewer axes than names, the last names."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()[-len(shape) :]))
 
 
-def train_sharded(
-    rank: int,
-    world: int,
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
-    data: list[torch.Tensor],
-    loss_of: Loss = net_loss,
-    **options: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train one rank's part of each batch; return this rank's losses and the full final parameters."""
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, make_optimizer(model), **options)
-    losses = train_steps(model, optimizer, [split(batch, rank, world) for batch in data], loss_of)
-    return losses, full_parameters(model)
+def sharded(base: nn.Module, make: MakeOptimizer | None = None, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Shard a copy of a model with an optimizer made for the copy; a mesh may be given by its shape."""
+    model = copy.deepcopy(base)
+    optimizer = None if make is None else make(model)
+    mesh = mesh_of(mesh) if isinstance(mesh, tuple) else mesh
+    return zeroshard.shard(model, optimizer, mesh=mesh, **options)
 
 
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the full parameters of a sharded model."""
+def take_step(optimizer: Any, loss: torch.Tensor) -> float:
+    """Run backward, update and clear the gradients; return the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train_steps(model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Loss = net_loss) -> list[float]:
+    """Run one step per batch; return the losses."""
+    return [take_step(optimizer, loss_of(model, batch)) for batch in data]
+
+
+def copied(model: nn.Module) -> Tensors:
+    """Return copies of a plain model's parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def copied_buffers(model: nn.Module) -> Tensors:
+    """Return copies of the buffers."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def full_parameters(model: nn.Module) -> Tensors:
+    """Return copies of the full parameters of a sharded model, as it computes with them."""
     with zeroshard.gathered(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return copied(model)
 
 
-def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], relative: float = 1e-6) -> None:
+def masters(model: nn.Module) -> Tensors:
+    """Return the full parameters of a sharded model, as they are updated."""
+    return {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the full gradients of a sharded model."""
+    return {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+
+
+# --------------------------------------------------------------------------------------------------------- comparing
+
+
+def assert_close(ours: Tensors, plain: Tensors, relative: float = 1e-6) -> None:
     """Assert that each tensor equals the plain one within ``relative`` of its largest value.
 
     A tensor that started at zero is as small as the steps it took, and Adam amplifies the summation order of gradients
@@ -139,65 +204,58 @@ def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], 
         )
 
 
-def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_equal(ours: Tensors, other: Tensors) -> None:
     """Assert that the tensors are bitwise equal."""
     assert ours.keys() == other.keys()
     for name, value in other.items():
         assert torch.equal(ours[name], value), name
 
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], Any]
+def assert_moved(base: nn.Module, trained: Tensors) -> None:
+    """Assert that a plain run has trained something: a comparison with it would say nothing otherwise."""
+    assert any(not torch.equal(value, trained[name]) for name, value in base.named_parameters()), "nothing was trained"
 
 
-def run_plain(
-    base: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loop: Loop = train_steps
-) -> dict[str, torch.Tensor]:
+# --------------------------------------------------------------------------------------------------------- both runs
+
+Loop = Callable[[Any, Any, list[Any]], Any]
+
+
+def run_plain(base: nn.Module, make: MakeOptimizer, data: list[Any], loop: Loop = train_steps) -> Tensors:
     """Run a loop without sharding on global batches; return the final parameters."""
     model = copy.deepcopy(base)
-    loop(model, make_optimizer(model), data)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    loop(model, make(model), data)
+    return copied(model)
 
 
 def run_rank(
     rank: int,
     world: int,
     base: nn.Module,
-    make_optimizer: MakeOptimizer,
-    data: list[torch.Tensor],
+    make: MakeOptimizer,
+    data: list[Any],
     loop: Loop = train_steps,
-    mesh_shape: tuple[int, ...] | None = None,
     **options: Any,
-) -> dict[str, torch.Tensor]:
+) -> Tensors:
     """Run a loop on one rank's part of each batch; return the full final parameters."""
-    model = copy.deepcopy(base)
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
-    model, optimizer = zeroshard.shard(model, make_optimizer(model), mesh=mesh, **options)
-    loop(model, optimizer, [split(batch, rank, world) for batch in data])
+    model, optimizer = sharded(base, make, **options)
+    loop(model, optimizer, shares(data, rank, world))
     return full_parameters(model)
 
 
 def run_stages(
     world: int,
     base: nn.Module,
-    make_optimizer: MakeOptimizer,
-    data: list[torch.Tensor],
+    make: MakeOptimizer,
+    data: list[Any],
     loop: Loop = train_steps,
     stages: tuple[int, ...] = (0, 1, 2, 3),
     **options: Any,
-) -> dict[int, dict[str, torch.Tensor]]:
+) -> dict[int, Tensors]:
     """Run a loop in each stage, with threads as ranks; return the final parameters, equal on all ranks, by stage."""
     results = {}
     for stage in stages:
-        body = partial(
-            run_rank,
-            world=world,
-            base=base,
-            make_optimizer=make_optimizer,
-            data=data,
-            loop=loop,
-            stage=stage,
-            **options,
-        )
+        body = partial(run_rank, world=world, base=base, make=make, data=data, loop=loop, stage=stage, **options)
         first, *others = run_threads(world, body)
         for other in others:
             assert_equal(other, first)
@@ -208,18 +266,17 @@ def run_stages(
 def assert_same_training(
     world: int,
     base: nn.Module,
-    make_optimizer: MakeOptimizer,
-    data: list[torch.Tensor],
+    make: MakeOptimizer,
+    data: list[Any],
     loop: Loop = train_steps,
     identical: bool = True,
     relative: float = 1e-6,
     **options: Any,
 ) -> None:
     """Assert that every stage ends with the plain run's parameters, and that stages 1, 2 and 3 are bitwise equal."""
-    plain = run_plain(base, make_optimizer, data, loop)
-    moved = [name for name, value in base.named_parameters() if not torch.equal(value, plain[name])]
-    assert moved, "the plain run trains nothing: the comparison would say nothing"
-    results = run_stages(world, base, make_optimizer, data, loop, **options)
+    plain = run_plain(base, make, data, loop)
+    assert_moved(base, plain)
+    results = run_stages(world, base, make, data, loop, **options)
     for stage, result in results.items():
         try:
             assert_close(result, plain, relative)
@@ -229,14 +286,68 @@ def assert_same_training(
         assert_equal(results[stage], results[1])
 
 
-class Skips(nn.Module):
-    """Three layers; only some batches use the second."""
+Result = tuple[list[float], Tensors, Tensors]  # losses, parameters, buffers
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x) if use or number != 1 else x
-        return x
+def train_plainly(model: nn.Module, step: Step, data: Sequence[Any], make: MakeOptimizer, parts: int) -> Result:
+    """Train a copy on the global batches, split into ``parts``. The buffers of the first part are kept."""
+    model = copy.deepcopy(model)
+    optimizer = make(model)
+    losses = []
+    for batch in data:
+        buffers = copied_buffers(model)
+        loss = 0.0
+        for number in reversed(range(parts)):
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            loss += step(model, split(batch, number, parts)).item() / parts
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= parts
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses, copied(model), copied_buffers(model)
+
+
+def train_rank(
+    rank: int,
+    world: int,
+    model: nn.Module,
+    step: Step,
+    data: Sequence[Any],
+    make: MakeOptimizer,
+    options: dict[str, Any],
+) -> Result:
+    """Train a sharded copy on this rank's parts of the batches."""
+    model, optimizer = sharded(model, make, **{"timeout": 20, **options})
+    losses = []
+    for batch in shares(data, rank, world):
+        losses.append(step(model, batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model), copied_buffers(model)
+
+
+def assert_same(
+    model: nn.Module,
+    step: Step,
+    data: Sequence[Any],
+    *,
+    world: int = 2,
+    whole: bool = True,
+    run: Callable[..., list[Result]] = run_threads,
+    make: MakeOptimizer = decayed,
+    relative: float = 1e-6,
+    **options: Any,
+) -> None:
+    """Train both ways; compare losses, parameters and rank 0's buffers within ``relative`` of their largest value."""
+    losses, parameters, buffers = train_plainly(model, step, data, make, 1 if whole else world)
+    assert_moved(model, parameters)
+    results = run(world, train_rank, world, model, step, data, make, options)
+    mean = torch.tensor([result[0] for result in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=relative, atol=relative)
+    for _, ours, _ in results:
+        assert_close(ours, parameters, relative)
+    assert_close(results[0][2], buffers, relative)

@@ -19,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import assert_equal, batches, full_parameters, net_loss, split
 from ranks import run_processes, run_threads, seeded
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from zoo import Skips, make_net
 
 import zeroshard
 from zeroshard.engine.flat_grad import MAX_SEGMENTS

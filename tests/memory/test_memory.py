@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_bytes, live_bytes_at_start
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
 from ranks import run_processes, run_threads
+from zoo import make_net
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig

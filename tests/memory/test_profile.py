@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
 from ranks import run_processes, run_threads
+from zoo import make_net
 
 import zeroshard
 

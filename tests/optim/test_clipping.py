@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, assert_same_training, batches, full_parameters, make_net, net_loss, run_plain, split
+from plain import assert_close, assert_same_training, batches, full_parameters, net_loss, run_plain, split
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import make_net
 
 import zeroshard
 
@@ -97,7 +98,7 @@ def test_clipped_training_equals_the_plain_run(place: str, max_norm: float, norm
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_same_training(world, net(), sgd, batches(3), loop, mesh_shape=mesh_shape, bucket_size=100)
+    assert_same_training(world, net(), sgd, batches(3), loop, mesh=mesh_shape, bucket_size=100)
 
 
 @pytest.mark.parametrize("world", [2, 3])

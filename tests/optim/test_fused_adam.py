@@ -19,9 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from one_pass import TorchKernel, in_one_pass
-from plain import Block, Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import assert_equal, batches, full_parameters, net_loss, split
 from ranks import run_threads
 from torch import nn
+from zoo import Block, Skips, make_net
 
 import zeroshard
 from zeroshard.optim.fused_adam import fused_adam, triton_kernel

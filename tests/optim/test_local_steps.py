@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, Outer, PlainReplicas, Values
-from plain import adamw_in_groups, assert_close, batches, full_parameters, make_net, net_loss, split
+from plain import adamw_in_groups, assert_close, batches, full_parameters, net_loss, split
 from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import make_net
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig

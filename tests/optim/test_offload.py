@@ -19,8 +19,9 @@ import pytest
 import torch
 from live import live_beyond, live_bytes_at_start
 from offloaded import OPTIMIZERS, Case, assert_same, everything, loop, train
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 from zeroshard.config.offload import Offload

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, make_net, net_loss
+from plain import batches, net_loss
+from zoo import make_net
 
 import zeroshard
 from zeroshard.checkpoint import CheckpointError

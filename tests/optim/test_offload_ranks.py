@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, loop, train
-from plain import Block, batches, make_net
+from plain import batches
 from ranks import RanksFailed, run_processes, run_threads, seeded
+from zoo import Block, make_net
 
 import zeroshard
 from zeroshard.comm.consistency import RanksDisagreeError

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_equal, assert_same_training, batches, full_parameters, make_net, net_loss, train_steps
+from plain import assert_equal, assert_same_training, batches, full_parameters, net_loss, train_steps
 from ranks import run_threads
 from rules import Rule
 from torch import nn
+from zoo import make_net
 
 import zeroshard
 from zeroshard.optim.elementwise_check import rule_checker

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from one_pass import in_one_pass
-from plain import Skips, assert_close, assert_equal, batches, make_net, net_loss, split
+from plain import assert_close, assert_equal, batches, net_loss, split
 from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
+from zoo import Skips, make_net
 
 import zeroshard
 from zeroshard.comm import Traffic

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from plain import (
-    Skips,
     assert_close,
     assert_equal,
     assert_same_training,
     batches,
     full_parameters,
-    make_net,
     net_loss,
     run_plain,
     run_rank,
@@ -26,6 +24,7 @@ from ranks import run_processes, run_threads, seeded
 from rules import Blend, Lamb
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import Skips, make_net
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -129,7 +128,7 @@ def test_unscaled_and_clipped_gradients_are_those_of_elementwise_optimizers(worl
 
 
 def test_a_hybrid_mesh_trains_like_the_plain_run() -> None:
-    assert_same_training(4, BASE, lamb, DATA, mesh_shape=(2, 2), **WHOLE)
+    assert_same_training(4, BASE, lamb, DATA, mesh=(2, 2), **WHOLE)
 
 
 def train_in_small_buckets(rank: int, world: int) -> list[dict[str, torch.Tensor]]:

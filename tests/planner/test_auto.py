@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import Net, make_net, net_loss
+from plain import net_loss
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import Net, make_net
 
 import zeroshard
 from zeroshard.activations.checkpoint import CheckpointedForward

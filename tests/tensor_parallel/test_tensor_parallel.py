@@ -10,8 +10,7 @@ from typing import Any
 import hugging_face
 import pytest
 import torch
-from against_plain import adamw, built, part, sgd, tokens, train_plainly
-from plain import assert_close
+from plain import adamw, assert_close, decayed, split, tokens, train_plainly
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from zoo import built
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -56,7 +56,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 def data_part(batch: Any, rank: int, shape: tuple[int, ...]) -> Any:
     """Ranks of one tensor axis get the same rows."""
     tensor = shape[-1]
-    return part(batch, rank // tensor, torch.Size(shape).numel() // tensor)
+    return split(batch, rank // tensor, torch.Size(shape).numel() // tensor)
 
 
 def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def compare(
     step: Any,
     shape: tuple[int, ...],
     *,
-    make: Any = sgd,
+    make: Any = decayed,
     clip: tuple[float, float] | None = None,
     run: Any = run_threads,
     relative: float = 1e-5,
@@ -113,7 +113,7 @@ def compare(
 )
 def test_a_divided_gpt_trains_as_on_one_rank(shape: tuple[int, ...], stage: int) -> None:
     model = built(lambda: gpt(tied=stage % 2 == 0))
-    compare(model, gpt_step, shape, stage=stage, clip=(0.05, 2.0), make=adamw if stage > 1 else sgd)
+    compare(model, gpt_step, shape, stage=stage, clip=(0.05, 2.0), make=adamw if stage > 1 else decayed)
 
 
 def test_the_infinity_norm_is_that_of_the_whole_model() -> None:
@@ -204,13 +204,13 @@ def test_gradients_that_each_tensor_rank_has_a_part_of_are_summed(stage: int) ->
 def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
     model = built(Sequence)
     batch = tokens(1, VOCABULARY, rows=4)[0]
-    losses, parameters, _ = train_plainly(model, sequence_step, [batch], sgd, 1)
+    losses, parameters, _ = train_plainly(model, sequence_step, [batch], decayed, 1)
 
     def body(rank: int) -> Any:
         ours, mesh = copy.deepcopy(model), mesh_of((2, 2))
         parallelize_module(ours, mesh["tensor"], SEQUENCE_PLAN)
         before = list(ours.parameters())
-        ours, optimizer = zeroshard.shard(ours, sgd(ours), mesh=mesh, precision="fp32", timeout=20)
+        ours, optimizer = zeroshard.shard(ours, decayed(ours), mesh=mesh, precision="fp32", timeout=20)
         assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
         loss = sequence_step(ours, data_part(batch, rank, (2, 2))).item()
         optimizer.step()
@@ -332,7 +332,7 @@ def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
 
     def body(rank: int) -> Any:
         ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(ours, sgd(ours), mesh=mesh_of((2, 2)), precision="fp16", timeout=20)
+        ours, optimizer = zeroshard.shard(ours, decayed(ours), mesh=mesh_of((2, 2)), precision="fp16", timeout=20)
         before = wholes(ours)
         optimizer.scale(ours(data_part(batch, rank, (2, 2))).float().sum()).backward()
         engine = ours._zeroshard.engine
@@ -420,7 +420,7 @@ def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
     def body(rank: int, stage: int) -> None:
         ours = copy.deepcopy(model)
         ours, optimizer = zeroshard.shard(
-            ours, sgd(ours), mesh=mesh_of((2, 2)), tensor_plan=plan, stage=stage, timeout=20
+            ours, decayed(ours), mesh=mesh_of((2, 2)), tensor_plan=plan, stage=stage, timeout=20
         )
         ours(torch.arange(8.0)).square().sum().backward()
         with pytest.raises(RuntimeError, match=r"0\.norm' is not the same on all ranks of the tensor axis"):
@@ -537,7 +537,7 @@ def test_a_divided_model_goes_with_its_last_reference() -> None:
 
 
 def _is_gone(rank: int) -> bool:
-    model, optimizer = zeroshard.shard(model := gpt(), sgd(model), mesh=mesh_of((1, 2)), timeout=20)
+    model, optimizer = zeroshard.shard(model := gpt(), decayed(model), mesh=mesh_of((1, 2)), timeout=20)
     gpt_step(model, tokens(1, VOCABULARY, rows=4)[0])
     optimizer.step()
     gone = weakref.ref(model)

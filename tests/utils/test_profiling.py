@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from plain import make_net
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.profiler import ProfilerActivity
+from zoo import make_net
 
 import zeroshard
 from zeroshard.utils import profiling
