@@ -15,7 +15,18 @@ import pytest
 import torch
 from live import Collectives, allocated_bytes
 from pairs import pairwise
-from plain import assert_equal, assert_same, batches, decayed, full_parameters, net_loss, tokens
+from plain import (
+    Tensors,
+    assert_equal,
+    assert_same,
+    batches,
+    decayed,
+    full_parameters,
+    net_loss,
+    tokens,
+    train_step,
+    train_steps,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,13 +56,13 @@ def by_torch(model: Any) -> None:
         block.forward = wrapped(block.forward)
 
 
-def gradients(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any = net_loss) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any = net_loss) -> Tensors:
     model.zero_grad()
     loss_of(model, batches(1)[0] if batch is None else batch).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def expected(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any = net_loss) -> dict[str, torch.Tensor]:
+def expected(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any = net_loss) -> Tensors:
     plain = copy.deepcopy(model)
     by_torch(plain)
     return gradients(plain, batch, loss_of)
@@ -97,10 +108,7 @@ def train(rank: int, model: nn.Module, mode: str, stage: int | None, before: boo
         model, optimizer = zeroshard.shard(model, optimizer, stage=stage, units=units, timeout=20)
     if mode != "torch" and not before:
         zeroshard.checkpoint_activations(model, **options)
-    for batch in batches(3):
-        net_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, batches(3))
     if stage is None:
         return {name: p.detach() for name, p in model.named_parameters()}
     return full_parameters(model)
@@ -143,10 +151,7 @@ def train_stages(rank: int, model: nn.Module, mode: str | None) -> Any:
         zeroshard.checkpoint_activations(model, [Noisy], **options)
     model, optimizer = zeroshard.shard(model, decayed(model), stage=3, timeout=20)
     torch.manual_seed(7)
-    for batch in batches(3):
-        net_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, batches(3))
     return full_parameters(model)
 
 
@@ -190,9 +195,7 @@ def keep(rank: int, world: int, rows: int, length: int, offload: bool) -> Any:
     reports = []
     for batch in batches(3, rows, length):
         with zeroshard.profile(model) as profile:
-            net_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch)
         reports.append((zeroshard.report(model), profile))
     return reports
 
@@ -327,7 +330,7 @@ def test_graphs_may_overlap_be_dropped_be_used_twice_and_break_off(mode: str) ->
     first, second = batches(2)
     wanted = [expected(make_net(blocks=4), batch) for batch in (first, second)]
 
-    def found() -> dict[str, torch.Tensor]:
+    def found() -> Tensors:
         result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         return result

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split
+from plain import Tensors, assert_close, assert_equal, batches, full_parameters, net_loss, shares, train_steps
 from ranks import run_processes
 from test_models_compile import in_place, wrappers
 from zoo import make_net
@@ -24,7 +24,7 @@ def own_processes() -> Iterator[None]:
     ranks.close_pool()
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any) -> Tensors:
     model.zero_grad()
     net_loss(model, batches(1)[0]).backward()
     return {name.replace("_orig_mod.", ""): p.grad.clone() for name, p in model.named_parameters()}
@@ -73,16 +73,13 @@ def compiled(rank: int, plain: Any) -> list[tuple[str, Any, list[str], int]]:
     return results
 
 
-def train_sharded(rank: int, model: Any, way: Callable[[Any, Any], None] | None) -> dict[str, torch.Tensor]:
+def train_sharded(rank: int, model: Any, way: Callable[[Any, Any], None] | None) -> Tensors:
     torch._dynamo.reset()
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, timeout=20)
     if way is not None:
         zeroshard.checkpoint_activations(model, offload=True)
         way(model, "aot_eager")
-    for batch in batches(2):
-        net_loss(model, split(batch, rank, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, shares(batches(2), rank, 2))
     return full_parameters(model)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batches, net_loss
+from plain import batches, mesh_of, net_loss
 from ranks import run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from zoo import built, make_net
 
 import zeroshard
@@ -87,7 +86,7 @@ def test_partition_needs_an_axis() -> None:
         net_loss(model, batches(1)[0])
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of((1, 2))
         with pytest.raises(ValueError, match=r'one axis, got 2 .*mesh\["tensor"\]'):
             zeroshard.checkpoint_activations(make_net(), partition=mesh)
         divided = zeroshard.checkpoint_activations(make_net(), partition=mesh["shard"])

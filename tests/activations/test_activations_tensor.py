@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import adamw, assert_equal, batches, net_loss, tokens
+from plain import adamw, assert_equal, batches, masters, net_loss, sharded, take_step, tokens
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,16 +33,13 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
 
 
 def train(rank: int, model: nn.Module, shape: tuple[int, int], stage: int, options: dict[str, Any]) -> Any:
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adamw(model), mesh=mesh_of(shape), stage=stage, timeout=20)
+    model, optimizer = sharded(model, adamw, mesh=mesh_of(shape), stage=stage, timeout=20)
     zeroshard.checkpoint_activations(model, **options)
     for ids in tokens(2, 13, rows=4):
         mine = ids.chunk(shape[0])[rank // shape[1]]
         with zeroshard.profile(model):
-            model(mine, mine).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    parameters = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+            take_step(optimizer, model(mine, mine))
+    parameters = masters(model)
     return parameters, zeroshard.report(model)
 
 
@@ -214,8 +211,7 @@ def test_one_value_that_differs_among_nans_is_refused_with_the_blocks_name() -> 
 
 def sharded_over_data(rank: int, model: nn.Module) -> str:
     """The error comes through the engine's hooks, and the model can be used afterwards."""
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adamw(model), stage=3, timeout=20)
+    model, optimizer = sharded(model, adamw, stage=3, timeout=20)
     zeroshard.checkpoint_activations(model, partition=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError) as refused:
         net_loss(model, batches(2)[rank])

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
-from plain import full_parameters, train_steps
-from ranks import run_threads, seeded
+from plain import copied_buffers, full_parameters, square_loss, train_steps
+from ranks import run_threads
 from torch import nn
+from zoo import built
 
 import zeroshard
 
@@ -79,29 +80,24 @@ BLOCKS = [Normalized, Spectral, Counting, Centred, Mode]
 
 
 def make_model(block: type[nn.Module]) -> nn.Module:
-    with seeded(0):
-        return nn.Sequential(nn.Linear(4, 8), nn.Sequential(*[block() for _ in range(3)]))
+    return built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Sequential(*[block() for _ in range(3)])))
 
 
 def data(steps: int = 3) -> list[torch.Tensor]:
     return [torch.randn(6, 4, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
 def eval_between(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Change the mode between forward and backward."""
     model.train()
-    loss = loss_of(model, batch)
+    loss = square_loss(model, batch)
     model.eval()
     return loss
 
 
 @pytest.mark.guarantee("Buffers of recomputed blocks")
 @pytest.mark.parametrize(
-    ("how", "block", "loss"), pairwise(["whole", "nested", "policy"], BLOCKS, [loss_of, eval_between])
+    ("how", "block", "loss"), pairwise(["whole", "nested", "policy"], BLOCKS, [square_loss, eval_between])
 )
 def test_training_gives_the_bits_of_the_run_without_recomputation(block: Any, loss: Any, how: str) -> None:
     plain = make_model(block)
@@ -124,7 +120,7 @@ def test_sharded_training_gives_the_bits_of_the_run_without_recomputation(block:
             zeroshard.checkpoint_activations(model)
         model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
         train_steps(model, optimizer, [batch.chunk(2)[rank] for batch in data()], eval_between)
-        return {**full_parameters(model), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+        return {**full_parameters(model), **copied_buffers(model)}
 
     for expected, ours in zip(run_threads(2, run, False), run_threads(2, run, True), strict=True):
         assert all(torch.equal(value, expected[name]) for name, value in ours.items())
@@ -135,7 +131,7 @@ def test_a_graph_that_is_kept_is_recomputed_from_the_same_buffers() -> None:
     plain = copy.deepcopy(model)
     zeroshard.checkpoint_activations(model)
     for batch in data(2):
-        loss, expected = loss_of(model, batch), loss_of(plain, batch)
+        loss, expected = square_loss(model, batch), square_loss(plain, batch)
         wanted = torch.autograd.grad(expected, list(plain.parameters()))
         for _ in range(2):
             found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -156,7 +152,7 @@ def test_buffers_are_those_of_the_module_after_a_recomputation_that_raises() -> 
 
     model = zeroshard.checkpoint_activations(nn.Sequential(nn.Linear(4, 8), Failing()), ["1"])
     buffers = list(model.buffers())
-    loss = loss_of(model, data(1)[0])
+    loss = square_loss(model, data(1)[0])
     values = [buffer.clone() for buffer in buffers]
     with pytest.raises(ValueError, match="no"):
         loss.backward()

@@ -12,6 +12,7 @@ import unittest.mock
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,32 @@ import numpy as np
 import pytest
 import torch
 from live import allocated_bytes
-from plain import adamw_in_groups, batches, net_loss, split
-from ranks import run_processes, run_threads, seeded
+from plain import (
+    Tensors,
+    adamw,
+    adamw_in_groups,
+    batches,
+    copied,
+    masters,
+    mesh_of,
+    net_loss,
+    of,
+    sharded,
+    split,
+    take_step,
+)
+from ranks import run_processes, run_threads
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from zoo import Net, make_net
+from zoo import Net, built, make_net
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BLOCKS_IN_FLIGHT
 from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.json_codec import decode, encode
 
-Everything = dict[str, torch.Tensor]
+Everything = Tensors
 PLAIN = None
 WORLDS = {(world, stage) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)}
 
@@ -46,16 +59,14 @@ def made(stage: int | None, model: nn.Module | None = None, **options: Any) -> t
 def steps(model: Any, optimizer: Any, rank: int, world: int, which: range) -> None:
     for batch in batches(which.stop)[which.start :]:
         loss = net_loss(model, split(batch, rank, world))
-        (optimizer.scale(loss) if isinstance(optimizer, zeroshard.ShardedOptimizer) else loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, optimizer.scale(loss) if isinstance(optimizer, zeroshard.ShardedOptimizer) else loss)
 
 
 def parameters(model: Any) -> Everything:
     """Every parameter, whole, as exact as it is held."""
     if hasattr(model, "_zeroshard"):
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return masters(model)
+    return copied(model)
 
 
 def everything(model: Any, optimizer: Any) -> Everything:
@@ -163,7 +174,7 @@ def test_processes_other_buckets_and_units_and_a_hybrid_mesh(tmp_path: Path) -> 
 
 
 def write_hybrid(rank: int, path: Path) -> tuple[Everything, ...]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of((2, 2))
     return write(rank, 4, 3, path, {"mesh": mesh})
 
 
@@ -223,16 +234,13 @@ class Scaled(nn.Linear):
 def step_scaled(model: Any, optimizer: Any, rank: int, world: int) -> None:
     for step in range(3):
         inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(step))
-        model(split(inputs, rank, world)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(split(inputs, rank, world)).square().mean())
 
 
 def train_scaled(
     rank: int, world: int, stage: int | None, kind: Any, source: Path | None, target: Path | None
 ) -> Everything:
-    with seeded(0):
-        model: Any = Scaled()
+    model: Any = built(Scaled)
     optimizer = kind(model.parameters(), lr=0.01)
     if stage is not PLAIN:
         model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
@@ -256,8 +264,7 @@ def test_numbers_that_are_states_of_a_0_dim_parameter_load_everywhere(kind: Any,
 
 
 def continue_scaled(rank: int, world: int, kind: Any, states: tuple[Any, Any]) -> Everything:
-    model: Any = Scaled()
-    model, optimizer = zeroshard.shard(model, kind(model.parameters(), lr=0.01), stage=3)
+    model, optimizer = sharded(Scaled(), of(kind, lr=0.01), stage=3)
     zeroshard.load(states[0], model)
     optimizer.load_state_dict(states[1])
     step_scaled(model, optimizer, rank, world)
@@ -290,8 +297,7 @@ class Counting(nn.Linear):
 
 
 def counting(rank: int, values: list[Any], stage: int | None) -> Any:
-    with seeded(0):
-        model = nn.Sequential(*[Counting(value) for value in values], nn.Linear(2, 1))
+    model = built(lambda: nn.Sequential(*[Counting(value) for value in values], nn.Linear(2, 1)))
     if stage is None:
         return model
     return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)[0]
@@ -357,16 +363,13 @@ class Forms(nn.Module):
 
 
 def forms(last: bool = True, tied: bool = True) -> Forms:
-    with seeded(0):
-        return Forms(last, tied)
+    return built(lambda: Forms(last, tied))
 
 
 def image_steps(model: Any, optimizer: Any, rank: int, world: int, count: int) -> None:
     for seed in range(count):
         x = torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
-        model(x.chunk(world)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x.chunk(world)[rank]))
 
 
 def write_forms(rank: int, world: int, path: Path) -> tuple[Everything, Everything]:
@@ -523,7 +526,7 @@ def test_plain_data_comes_back_as_it_went() -> None:
         "m": torch.Size([1, 2]),
         "n": torch.tensor(0.1, dtype=torch.float64),
     }
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     text = json.dumps(encode(value, tensors), allow_nan=False)
     back = decode(json.loads(text), tensors.__getitem__)
     assert back["b"] == (1, (2,)) and back[3] == {"$x": 1} and back["d"] == {1, 2} and back["a"] == value["a"]
@@ -587,8 +590,7 @@ def unlike(rank: int, path: Path) -> None:
     steps(model, optimizer, rank, 2, range(2))
     zeroshard.save(path, model, optimizer)
     saved = everything(model, optimizer)
-    with seeded(1):
-        more = More()
+    more = built(More, seed=1)
     other, states = made(3, more)
     start = everything(other, states)
     with pytest.raises(zeroshard.CheckpointError) as told:
@@ -607,12 +609,10 @@ def unlike(rank: int, path: Path) -> None:
     wide, _ = made(3, make_net(0, width=8, blocks=1))
     with pytest.raises(zeroshard.CheckpointError, match=r"embedding.weight has shape \[11, 7\], expected \[11, 8\]"):
         zeroshard.load(path, wide, strict=False)
-    model = make_net(0, blocks=1)
-    sgd = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    sgd = sharded(make_net(0, blocks=1), of(torch.optim.SGD, lr=1.0))
     with pytest.raises(zeroshard.CheckpointError, match=r"saved with the optimizer AdamW, expected SGD"):
         zeroshard.load(path, *sgd)
-    model = make_net(0, blocks=1)
-    one_group = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+    one_group = sharded(make_net(0, blocks=1), partial(adamw, lr=1.0))
     with pytest.raises(zeroshard.CheckpointError, match=r"has other param groups \(\[\d+, \d+\] parameters\)"):
         zeroshard.load(path, *one_group)
     zeroshard.load(path, *one_group, strict=False)
@@ -690,9 +690,7 @@ def adversarial_loop(rank: int, path: Path, stage: int, clears: str) -> None:
     judge_step.zero_grad()
     for _ in range(2):  # a loop that accumulates
         judge(torch.ones(2, 4)).sum().backward()
-        judge(torch.ones(2, 4)).sum().backward()
-        judge_step.step()
-        judge_step.zero_grad()
+        take_step(judge_step, judge(torch.ones(2, 4)).sum())
     judge(torch.ones(2, 4)).sum().backward()
     with pytest.raises(zeroshard.CheckpointError, match=r"gradients of 1 backwards since the last step"):
         zeroshard.save(path / "early", judge, judge_step)
@@ -784,8 +782,7 @@ def what_is_refused(rank: int, path: Path) -> None:
         zeroshard.CheckpointError, match=r"embedding.weight/exp_avg has shape \[11, 7\], expected \[11, 8\]"
     ):
         zeroshard.load(path, wide, states, weights=False)
-    small = make_net(0, blocks=1)
-    sgd = zeroshard.shard(small, torch.optim.SGD(small.parameters(), lr=0.5, momentum=0.9))
+    sgd = sharded(make_net(0, blocks=1), of(torch.optim.SGD, lr=0.5, momentum=0.9))
     result = zeroshard.load(path, *sgd, strict=False)
     assert "head.bias (optimizer)" in result.unexpected and sgd[1].param_groups[0]["lr"] == 0.5
     steps(*sgd, rank, 2, range(1))
@@ -846,9 +843,7 @@ def big(stage: int) -> tuple[Any, Any]:
 
 def bounded(rank: int, path: Path) -> list[int]:
     model, optimizer = big(3)
-    model(torch.ones(1, 1024)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(1, 1024)).sum())
     saving, _ = allocated_bytes(lambda: zeroshard.save(path, model, optimizer))
     model, optimizer = big(3)
     loading, left = allocated_bytes(lambda: zeroshard.load(path, model, optimizer))
@@ -873,9 +868,8 @@ def import_weights(rank: int, path: Path, expected: Everything, options: dict[st
 
 
 def test_weights_of_torch_save_and_safetensors_are_read_into_shards(tmp_path: Path) -> None:
-    with seeded(5):
-        model = Forms()
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = built(Forms, seed=5)
+    expected = copied(model)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     whole = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "outer.weight"}
     save_file(whole, tmp_path / "one.safetensors")

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from crash import BIG, NUMEL, Forks, Outcome, Run, advance, disk_calls, tables
+from plain import Tensors, adamw, sharded
 from ranks import run_processes, run_threads
 from torch import nn
 
@@ -45,7 +46,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 @functools.cache
-def states_at(step: int, numel: int = NUMEL) -> dict[str, torch.Tensor]:
+def states_at(step: int, numel: int = NUMEL) -> Tensors:
     """Every state after some steps of a plain run."""
     model, optimizer = tables(numel)
     for _ in range(step):
@@ -53,7 +54,7 @@ def states_at(step: int, numel: int = NUMEL) -> dict[str, torch.Tensor]:
     return states_of(model, optimizer)
 
 
-def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     states = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         states |= {f"{index}/{key}": value.clone() for key, value in state.items()}
@@ -650,8 +651,7 @@ def test_data_that_cannot_be_kept_on_one_rank_is_an_error_on_all(field: str, ran
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_save_in_mid_accumulation_on_one_rank_is_an_error_on_all(ranks: int, tmp_path: Path) -> None:
     def body(rank: int) -> str:
-        plain = nn.Linear(3, 2)
-        model, optimizer = zeroshard.shard(plain, torch.optim.AdamW(plain.parameters()), stage=1, timeout=5)
+        model, optimizer = sharded(nn.Linear(3, 2), adamw, stage=1, timeout=5)
         model(torch.ones(1, 3)).sum().backward()
         if rank != 1:
             optimizer.zero_grad()

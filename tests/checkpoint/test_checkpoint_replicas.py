@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from plain import adamw_in_groups, assert_equal, batches, full_parameters, split
-from ranks import RanksFailed, run_processes, run_threads, seeded
+from plain import (
+    Tensors,
+    adamw_in_groups,
+    assert_equal,
+    batches,
+    copied,
+    copied_buffers,
+    full_parameters,
+    mesh_of,
+    net_loss,
+    sharded,
+    split,
+    take_step,
+)
+from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from zoo import Tied, built
 
 import zeroshard
 from zeroshard.checkpoint import CheckpointError, export
@@ -23,47 +36,21 @@ DILOCO = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OUTER_ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
-class Net(nn.Module):
-    """With running statistics, and frozen, tied and empty parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.up, self.norm, self.frozen = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6).requires_grad_(False)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(self.norm(self.up(self.embedding(tokens.flatten()))))) + self.empty.sum()
-
-
-def make_net() -> Net:
-    with seeded(0):
-        return Net()
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(tokens).float(), tokens.flatten())
-
-
 def shard(shape: tuple[int, ...] | None = (2, 2), **options: Any) -> tuple[Any, Any, zeroshard.EMA]:
-    model = make_net()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]) if shape else None
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh, **options)
+    mesh = mesh_of(shape) if shape else None
+    model, optimizer = sharded(built(Tied), adamw_in_groups, mesh=mesh, **options)
     return model, optimizer, zeroshard.EMA(model, 0.5)
 
 
 def train(rank: int, model: Any, optimizer: Any, ema: zeroshard.EMA, data: list[torch.Tensor]) -> None:
     for batch in data:
-        loss_of(model, split(batch, rank, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, net_loss(model, split(batch, rank, 4)))
         ema.update()
 
 
-def everything(model: Any, optimizer: Any, ema: zeroshard.EMA) -> dict[str, torch.Tensor]:
+def everything(model: Any, optimizer: Any, ema: zeroshard.EMA) -> Tensors:
     """What this rank's replica has."""
-    found = full_parameters(model) | {name: b.clone() for name, b in model.named_buffers()}
+    found = full_parameters(model) | copied_buffers(model)
     with ema.swapped():
         found |= {f"ema {name}": value for name, value in full_parameters(model).items()}
     for number, state in optimizer.state_dict()["state"].items():
@@ -109,8 +96,8 @@ def test_a_run_continues_to_the_bit_from_between_and_from_averages(tmp_path: Pat
     assert any(not torch.equal(value, ranks[2][0][name]) for name, value in ranks[0][0].items())
 
 
-def save_one(directory: Path, at: int, **options: Any) -> list[dict[str, torch.Tensor]]:
-    def body(rank: int) -> dict[str, torch.Tensor]:
+def save_one(directory: Path, at: int, **options: Any) -> list[Tensors]:
+    def body(rank: int) -> Tensors:
         ours = shard(local_steps=4, **options)
         train(rank, *ours, batches(at))
         zeroshard.save(directory, ours[0], ours[1], ema=ours[2])
@@ -128,7 +115,7 @@ def test_other_loads_give_all_ranks_the_first_replicas_states_and_warn(
 ) -> None:
     first = save_one(tmp_path / "step", 6)[0]
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         ours = shard(shape, **options)
         zeroshard.load(tmp_path / "step", ours[0], ours[1], ema=ours[2])
         if ours[1].local_steps is not None:
@@ -143,15 +130,13 @@ def test_other_loads_give_all_ranks_the_first_replicas_states_and_warn(
 
 def test_after_an_average_another_load_does_not_warn(tmp_path: Path) -> None:
     first = save_one(tmp_path / "step", 4)[0]
-    model = make_net()
+    model = built(Tied)
     optimizer = adamw_in_groups(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         zeroshard.load(tmp_path / "step", model, optimizer)
         export(tmp_path / "step", tmp_path / "exported")
-    assert_equal(
-        {name: p.detach() for name, p in model.named_parameters()}, {n: first[n] for n, _ in model.named_parameters()}
-    )
+    assert_equal(copied(model), {n: first[n] for n, _ in model.named_parameters()})
 
 
 def test_weights_alone_are_the_first_replicas_on_all_and_end_the_local_steps(tmp_path: Path) -> None:
@@ -222,7 +207,7 @@ def test_an_outer_optimizer_without_the_values_of_the_last_average_is_refused(tm
 def test_states_of_another_outer_optimizer_are_refused_or_skipped(tmp_path: Path, at: int) -> None:
     save_one(tmp_path / "step", at, outer_optimizer=DILOCO)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         ours = shard(local_steps=4, outer_optimizer=OUTER_ADAM)
         with pytest.raises(CheckpointError, match="but no step, which Adam needs"):
             zeroshard.load(tmp_path / "step", ours[0], ours[1])
@@ -239,8 +224,8 @@ def test_replicas_continue_between_averages_with_an_optimizer_of_another_class(t
     save_one(tmp_path / "step", 7, outer_optimizer=DILOCO)
 
     def body(rank: int) -> tuple[Any, Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model: Any = make_net()
+        mesh = mesh_of((2, 2))
+        model: Any = built(Tied)
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = zeroshard.shard(model, sgd, mesh=mesh, local_steps=4, outer_optimizer=DILOCO)
         zeroshard.load(tmp_path / "step", model, optimizer, strict=False)
@@ -257,19 +242,21 @@ def test_replicas_continue_between_averages_with_an_optimizer_of_another_class(t
 def test_a_parameter_that_was_not_trained_before_starts_from_its_saved_value(tmp_path: Path) -> None:
     def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         def make(model: Any, trained: list[nn.Parameter]) -> tuple[Any, Any]:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            mesh = mesh_of((2, 2))
             sgd = torch.optim.SGD(trained, lr=0.0)
             return zeroshard.shard(model, sgd, mesh=mesh, local_steps=2, outer_optimizer=DILOCO)
 
-        first, later = make_net(), make_net()
-        nn.init.zeros_(later.up.weight)
+        first, later = built(Tied), built(Tied)
+        nn.init.zeros_(later.blocks[0].up.weight)
         saved = make(first, [first.embedding.weight])
         saved[1].step()
         zeroshard.save(tmp_path / "step", *saved)
-        model, optimizer = make(later, [later.embedding.weight, later.up.weight])
+        model, optimizer = make(later, [later.embedding.weight, later.blocks[0].up.weight])
         zeroshard.load(tmp_path / "step", model, optimizer, strict=False)
         optimizer.step()  # changes nothing, and an average follows
-        return zeroshard.full_parameter(model, "up.weight"), zeroshard.full_parameter(saved[0], "up.weight")
+        return zeroshard.full_parameter(model, "blocks.0.up.weight"), zeroshard.full_parameter(
+            saved[0], "blocks.0.up.weight"
+        )
 
     for found, expected in run_threads(4, body):
         assert torch.equal(found, expected)
@@ -279,7 +266,7 @@ def test_a_parameter_that_is_frozen_between_averages_is_saved_by_each_replica(tm
     def body(rank: int) -> tuple[Any, Any]:
         ours, again = shard(local_steps=4), shard(local_steps=4)
         train(rank, *ours, batches(2))
-        ours[0].up.weight.requires_grad_(False)
+        ours[0].blocks[0].up.weight.requires_grad_(False)
         zeroshard.save(tmp_path / "step", ours[0], ours[1])
         zeroshard.load(tmp_path / "step", again[0], again[1])
         return full_parameters(ours[0]), full_parameters(again[0])
@@ -290,15 +277,15 @@ def test_a_parameter_that_is_frozen_between_averages_is_saved_by_each_replica(tm
 
 def test_dropped_states_of_an_outer_optimizer_warn(tmp_path: Path) -> None:
     save_one(tmp_path / "step", 4, outer_optimizer=DILOCO)
-    model = make_net()
+    model = built(Tied)
     with pytest.warns(UserWarning, match="has states of an outer optimizer"):
         zeroshard.load(tmp_path / "step", model, adamw_in_groups(model))
 
 
 def test_a_plain_checkpoint_starts_new_local_steps(tmp_path: Path) -> None:
-    plain = make_net()
+    plain = built(Tied)
     optimizer = adamw_in_groups(plain)
-    loss_of(plain, batches(1)[0]).backward()
+    net_loss(plain, batches(1)[0]).backward()
     optimizer.step()
     zeroshard.save(tmp_path / "step", plain, optimizer)
 
@@ -310,7 +297,7 @@ def test_a_plain_checkpoint_starts_new_local_steps(tmp_path: Path) -> None:
         return full_parameters(ours[0])
 
     for found in run_threads(4, body):
-        assert_equal(found, {name: p.detach() for name, p in plain.named_parameters()})
+        assert_equal(found, copied(plain))
 
 
 def save_while_training(rank: int, directory: Path) -> tuple[Any, Any]:

@@ -15,14 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import adamw_in_groups
-from ranks import run_processes, run_threads, seeded
+from plain import adamw_in_groups, mesh_of, sharded, take_step
+from ranks import run_processes, run_threads
 from safetensors.torch import load_file, save_file
 from test_checkpoint import everything, parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from zoo import built
 
 import zeroshard
 from zeroshard.checkpoint import CheckpointError, CheckpointIndex, CheckpointReader, export
@@ -161,8 +162,7 @@ PLAIN = None
 
 
 def gpt(seed: int = 0, **options: Any) -> GPT:
-    with seeded(seed):
-        return GPT(GPTConfig(**{**CONFIG.__dict__, **options}))
+    return built(lambda: GPT(GPTConfig(**{**CONFIG.__dict__, **options})), seed=seed)
 
 
 def made(place: Place, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
@@ -180,11 +180,7 @@ def step(model: Any, optimizer: Any, place: Place, rank: int, seed: int) -> floa
     *data, tensor = place[0]
     tokens = torch.randint(33, (4, 6), generator=torch.Generator().manual_seed(seed))
     rows = tokens.chunk(prod(data))[rank // tensor]
-    loss = model(rows[:, :-1], rows[:, 1:])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return take_step(optimizer, model(rows[:, :-1], rows[:, 1:]))
 
 
 def mean(losses: Iterable[list[float]]) -> list[float]:
@@ -305,9 +301,8 @@ class Few(nn.Module):
 
 
 def pass_through(rank: int, source: Path, target: Path) -> Everything:
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("shard", "tensor"))
-    with seeded(1):
-        model = Few()
+    mesh = mesh_of((1, 4), "shard tensor")
+    model = built(Few, seed=1)
     plan = {"few": ColwiseParallel()}
     sharded, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh, stage=1, tensor_plan=plan)
     zeroshard.load(source, sharded, optimizer)
@@ -440,11 +435,12 @@ class Wide(nn.Module):
 
 
 def write_wide(rank: int, stage: int, path: Path) -> tuple[Everything, list[Range]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    with seeded(0):
-        model = Wide()
-    model, _ = zeroshard.shard(
-        model, mesh=mesh, stage=stage, tensor_plan={"layers.0": ColwiseParallel()}, units=("layers",)
+    model, _ = sharded(
+        built(Wide),
+        mesh=mesh_of((2, 2), "shard tensor"),
+        stage=stage,
+        tensor_plan={"layers.0": ColwiseParallel()},
+        units=("layers",),
     )
     zeroshard.save(path, model)
     held = ShardedTrainState(model._zeroshard.engine, []).parameters()["layers.2.weight"]

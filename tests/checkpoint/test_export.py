@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from live import allocated_bytes
-from ranks import run_processes, run_threads, seeded
+from plain import Tensors, masters, take_step
+from ranks import run_processes, run_threads
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from zoo import built
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader
@@ -60,26 +62,23 @@ def tokens(rank: int) -> torch.Tensor:
 def train_and_save(model: nn.Module, loss: Callable[[nn.Module, int], torch.Tensor], path: Path, **options: Any):
     """Two steps on each rank, and a save; returns the whole parameters and persistent buffers."""
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         mine = copy.deepcopy(model)
         adam = torch.optim.AdamW([p for p in mine.parameters() if p.requires_grad], lr=1e-2)
         sharded, optimizer = zeroshard.shard(mine, adam, stage=3, bucket_size=100, timeout=20, **options)
         for step in range(2):
-            loss(sharded, RANKS * step + rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss(sharded, RANKS * step + rank))
         zeroshard.save(path, sharded, optimizer, extra={"step": 2, "epoch": 0.5})
-        whole = {name: zeroshard.full_parameter(sharded, name).clone() for name, _ in sharded.named_parameters()}
+        whole = masters(sharded)
         return whole | {name: buffer.clone() for name, buffer in persistent_buffers(sharded)}
 
     return run_threads(RANKS, body)[0]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     path = tmp_path_factory.mktemp("saved") / "step-2"
-    with seeded(0):
-        net = Net()
+    net = built(Net)
     whole = train_and_save(net, lambda model, number: model(tokens(number)), path, precision="bf16")
     return path, whole
 
@@ -103,11 +102,11 @@ def damage(path: Path, kind: str) -> Path:
     return file
 
 
-def load_all(directory: Path) -> dict[str, torch.Tensor]:
+def load_all(directory: Path) -> Tensors:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same(found: Tensors, wanted: Tensors) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -290,8 +289,9 @@ def test_transformers_loads_an_export_as_the_model_it_was(tmp_path: Path) -> Non
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    with seeded(0):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=True, dtype="float32", **sizes))
+    model = built(
+        lambda: LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=True, dtype="float32", **sizes))
+    )
 
     def loss(sharded: nn.Module, number: int) -> torch.Tensor:
         row = tokens(number)[None]

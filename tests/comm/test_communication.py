@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import Collectives, received_bytes
+from pairs import every_stage
+from plain import sgd, sharded, take_step
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from zoo import InOrder
 
 import zeroshard
 from zeroshard.comm.collectives import Communicator
@@ -44,9 +47,7 @@ def steady_step(rank: int, config: GPTConfig, steps: int, options: dict[str, Any
     tokens = torch.arange(1).view(1, -1)
     for _ in range(steps):
         with Collectives() as seen:
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(tokens, tokens))
     return zeroshard.report(model), seen.events
 
 
@@ -85,9 +86,7 @@ def measure_wire(
         before = received_bytes()
         dist.barrier()
         with zeroshard.profile(model):
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(tokens, tokens))
         if stage < 3:  # the all-gathers of the step end when the parameters are used
             sum(parameter.sum() for parameter in model.parameters())
         dist.barrier()
@@ -187,14 +186,14 @@ def test_each_stage_uses_its_own_collectives(stage: int, kinds: dict[str, int]) 
             assert sizes[kind] == pytest.approx(times * SMALL.parameters * 2, rel=0.05)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     ((report, events),) = run_processes(1, steady_step, SMALL, 2, {"stage": stage})
     assert report.communicated == 0
     assert not events
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_smaller_buckets_make_more_and_smaller_collectives_of_the_same_volume(stage: int) -> None:
     (large, at_large), *_ = run_processes(2, steady_step, SMALL, 3, {"stage": stage, "bucket_size": 2**25})
     (small, at_small), *_ = run_processes(2, steady_step, SMALL, 3, {"stage": stage, "bucket_size": 2**12})
@@ -222,9 +221,7 @@ class Block(nn.Module):
 
 
 def uneven_steps(rank: int, prefetch: bool):
-    model = nn.Sequential(*(Block(hidden) for hidden in HIDDEN))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(model, optimizer, stage=3, prefetch=prefetch)
+    model, optimizer = sharded(nn.Sequential(*(Block(hidden) for hidden in HIDDEN)), sgd, stage=3, prefetch=prefetch)
     for _ in range(3):
         with Collectives(ops=("mm", "addmm")) as seen:
             loss = model(torch.ones(2, 16)).square().mean()
@@ -261,23 +258,12 @@ def test_next_unit_is_gathered_before_the_present_one_computes_when_prefetching(
 
 
 def test_a_change_of_order_costs_a_missed_prefetch_and_no_wrong_result() -> None:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
-
-        def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-            for index in order:
-                x = self.blocks[index](x)
-            return x
-
-    model = Either()
+    model = InOrder(Block(hidden) for hidden in HIDDEN)
     orders = [(0, 1, 2, 3), (0, 1, 2, 3), (2, 0, 3, 1), (3, 2), (0, 1, 2, 3), (1, 1, 0)]
     x = torch.ones(2, 16)
 
     def body(rank: int):
-        ours = copy.deepcopy(model)
-        ours, _ = zeroshard.shard(ours, stage=3)
+        ours, _ = sharded(model, stage=3)
         losses = []
         for order in orders:
             loss = ours(x, order).square().sum()

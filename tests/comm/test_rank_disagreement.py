@@ -9,10 +9,24 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_close, batches, full_parameters, net_loss, split
+from pairs import every_stage
+from plain import (
+    adam,
+    assert_close,
+    batches,
+    copied,
+    full_parameters,
+    net_loss,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_step,
+    train_steps,
+)
 from ranks import run_processes, run_threads
 from torch import nn
-from zoo import make_net
+from zoo import InOrder, Mlp, make_net
 
 import zeroshard
 from zeroshard.comm import open_consistency_checker
@@ -21,10 +35,6 @@ from zeroshard.engine import verify_same_model
 
 TIMEOUT = 2.5  # seconds a rank waits before it says so
 SOON = 1.0  # the same where a rank is meant to wait in vain
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
 # ----------------------------------------------------------------------------------------------- at shard()
@@ -95,7 +105,7 @@ def test_different_options_are_an_error_on_every_rank_that_names_the_option(opti
     def body(rank: int, model):
         options = {"precision": "bf16", option: here if rank == 0 else there}
         with pytest.raises(zeroshard.RanksDisagreeError) as caught:
-            zeroshard.shard(copy.deepcopy(model), stage=options.pop("stage", 3), timeout=TIMEOUT, **options)
+            sharded(model, stage=options.pop("stage", 3), timeout=TIMEOUT, **options)
         return str(caught.value)
 
     for text in run_threads(2, body, make_net()):
@@ -165,45 +175,24 @@ def test_a_rank_that_never_calls_shard_is_an_error_on_those_that_do() -> None:
 # ------------------------------------------------------------------------------------------ different ways
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Branching(nn.Module):
-    """Runs its blocks in the order that is set, which a rank-dependent branch would make differ."""
-
-    def __init__(self, hidden: tuple[int, ...]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(size) for size in hidden)
-        self.order = list(range(len(hidden)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
-
-
 SIZES = {"equal sizes": (24, 24, 24, 24), "different sizes": (8, 40, 24, 72)}
 STRAYED = {"skips": [0, 2, 3], "swaps": [0, 2, 1, 3], "repeats": [0, 1, 2, 3, 1], "stops early": [0, 1]}
 
 
+def branching(sizes: str) -> InOrder:
+    """Blocks whose order a branch that depends on the rank would change."""
+    return InOrder(Mlp(8, hidden) for hidden in SIZES[sizes])
+
+
 def stray(rank: int, sizes: str, how: str, after: int) -> tuple[str, str]:
     """Train; rank 1 takes another way through the blocks from step ``after`` on."""
-    model = Branching(SIZES[sizes])
-    model, optimizer = zeroshard.shard(model, adam(model), stage=3, timeout=SOON)
+    model, optimizer = sharded(branching(sizes), adam, stage=3, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(after + 2):
             if rank == 1 and number == after:
                 model.order = STRAYED[how]
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(x).square().mean())
     except Exception as error:
         return type(error).__name__, str(error)
     return "no error", ""
@@ -232,8 +221,7 @@ def test_a_rank_dependent_branch_around_a_unit_names_unit_and_ranks(sizes: str, 
 
 def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
     """Train; in the third step rank 1 leaves out, or adds, one call."""
-    model = Branching(SIZES["equal sizes"])
-    model, optimizer = zeroshard.shard(model, adam(model), stage=stage, timeout=SOON)
+    model, optimizer = sharded(branching("equal sizes"), adam, stage=stage, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(4):
@@ -276,16 +264,13 @@ def test_a_rank_that_leaves_out_or_adds_a_call_is_an_error_on_all(how: str, stag
 
 def test_all_ranks_changing_their_way_together_is_not_an_error() -> None:
     def body(rank: int, model):
-        model = copy.deepcopy(model)
-        model, optimizer = zeroshard.shard(model, adam(model), stage=3, timeout=TIMEOUT)
+        model, optimizer = sharded(model, adam, stage=3, timeout=TIMEOUT)
         for order in ([0, 1, 2, 3], [0, 1, 2, 3], *STRAYED.values(), [0, 1, 2, 3]):
             model.order = order
-            model(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(2, 8)).square().mean())
         return True
 
-    assert run_threads(2, body, Branching(SIZES["equal sizes"])) == [True, True]
+    assert run_threads(2, body, branching("equal sizes")) == [True, True]
 
 
 # --------------------------------------------------------------------------------- an exception on one rank
@@ -345,17 +330,15 @@ def plain_without(model: nn.Module, left_out: int) -> dict[str, torch.Tensor]:
     optimizer = adam(model)
     for number, batch in enumerate(batches(5)):
         if number != left_out:
-            net_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
+            train_step(model, optimizer, batch)
+    return copied(model)
 
 
 WHERE = ["before the first unit", "in the middle", "in the last unit", "in the loss"]
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_an_exception_in_one_rank_s_forward_leaves_it_usable(stage: int, where: str) -> None:
     model = make_net()
     wanted = plain_without(model, 2)
@@ -392,16 +375,13 @@ def test_an_exception_in_the_very_first_forward_is_an_error_on_the_ranks_that_wa
     assert re.search(r"rank 1|ranks \[1\]", text), text
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_a_failed_forward_leaves_no_full_parameters_in_memory(stage: int) -> None:
     def body(rank: int, model):
         model, hook = copy.deepcopy(model), Spoiler()
         place(model, "in the middle", hook)
         model, optimizer = zeroshard.shard(model, adam(model), stage=stage)
-        for batch in batches(2):
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, shares(batches(2), rank, 2))
         held = zeroshard.report(model).total.now
         hook.armed = True
         with pytest.raises(Spoiled):

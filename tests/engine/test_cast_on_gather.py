@@ -13,10 +13,9 @@ import torch
 from live import live_bytes, live_bytes_at_start
 from offloaded import Case, assert_same, everything, loop
 from one_pass import in_one_pass
-from plain import batches, full_parameters, net_loss, split
+from plain import adamw, batches, copied, full_parameters, masters, mesh_of, net_loss, sharded, split, train_step
 from ranks import run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from zoo import make_net
 
 import zeroshard
@@ -130,11 +129,9 @@ def test_a_divided_model_has_the_same_numbers() -> None:
     small = GPT(GPTConfig(vocab_size=13, context=8, layers=2, heads=4, width=16))
 
     def body(rank: int, shape: tuple[int, ...], cast: bool) -> Any:
-        model = copy.deepcopy(small)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        mesh = mesh_of(shape, "shard tensor")
         options = {"mesh": mesh, "precision": "bf16", "cast_on_gather": cast}
-        model, optimizer = zeroshard.shard(model, optimizer, **options)
+        model, optimizer = sharded(small, adamw, **options)
         losses = []
         for step in range(3):
             ids = (torch.arange(16).view(2, 8) + step + rank // shape[-1]) % 13
@@ -163,9 +160,7 @@ def test_forwards_without_gradients_see_the_new_values() -> None:
                 with mode():
                     seen.append(net_loss(model, batch).item())
             model.train()
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, split(batch, rank, 2))
         assert len(set(seen)) > 2
         return seen
 
@@ -178,9 +173,7 @@ def test_forwards_without_gradients_see_the_new_values() -> None:
 def measured(rank: int, options: dict[str, Any]) -> Any:
     """What a rank holds with gradients and without, and really, then."""
     before = live_bytes_at_start()
-    model = GPT(GPT_CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = zeroshard.shard(model, optimizer, **options)
+    model, optimizer = sharded(GPT(GPT_CONFIG), partial(adamw, fused=True), **options)
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     for _ in range(2):
         model(tokens, tokens).backward()
@@ -262,7 +255,7 @@ def resident(rank: int, trained: bool, mesh: tuple[int, int] | None) -> bool:
     """Whether parameters can be read outside forward."""
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters()) if trained else None
-    where = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    where = None if mesh is None else mesh_of(mesh)
     model, _ = zeroshard.shard(model, optimizer, mesh=where, stage=3, precision="bf16", cast_on_gather=True)
     try:
         model.state_dict()
@@ -309,7 +302,7 @@ def test_what_is_written_is_read_again_and_the_rest_stays_exact(world: int) -> N
         case = Case(steps=2, options={**BF16, "cast_on_gather": True})
         model, optimizer = case.make()
         loop(model, optimizer, case, rank, world)
-        exact = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        exact = masters(model)
         for name, values in full_parameters(model).items():
             assert torch.equal(values, exact[name].bfloat16()), name
         with zeroshard.gathered(model, write_rank=0), torch.no_grad():
@@ -336,7 +329,7 @@ def test_unwrap_gives_the_master(world: int) -> None:
         inner.zero_grad()
         net_loss(plain, batches(1)[0]).backward()
         inner.step()
-        return {name: p.detach().clone() for name, p in plain.named_parameters()}
+        return copied(plain)
 
     assert_same(run_threads(world, body, True), run_threads(world, body, False))
 
@@ -398,11 +391,7 @@ def test_a_group_that_is_added_later_keeps_its_copy_and_learns() -> None:
         for number, batch in enumerate(batches(4)):
             if number == 2:
                 optimizer.add_param_group({"params": list(model.head.parameters())})
-            loss = net_loss(model, split(batch, rank, 2))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            told.append(train_step(model, optimizer, split(batch, rank, 2)))
         return {"steps": told, **everything(model, optimizer)}
 
     assert_same(run_threads(2, body, True), run_threads(2, body, False))
@@ -469,11 +458,9 @@ def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
 
 def test_a_stage_is_left_to_a_plan_with_it() -> None:
     def body(rank: int) -> Any:
-        model = make_net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         planning = {"loss": lambda output: output.float().sum()}
         options = {"inputs": batches(1)[0], "planning": planning, "precision": "bf16", "cast_on_gather": True}
-        model, optimizer = zeroshard.shard(model, optimizer, stage="auto", **options)
+        model, optimizer = sharded(make_net(), adamw, stage="auto", **options)
         net_loss(model, batches(1)[0]).backward()
         optimizer.step()
         return zeroshard.report(model).chosen

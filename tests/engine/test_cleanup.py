@@ -13,7 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import live_beyond, live_bytes
-from plain import assert_close, assert_equal, batches, net_loss, run_plain, split
+from pairs import every_stage
+from plain import (
+    adam,
+    assert_close,
+    assert_equal,
+    batches,
+    copied,
+    net_loss,
+    run_plain,
+    sharded,
+    split,
+    take_step,
+    train_step,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from zoo import Net, make_net
@@ -21,16 +34,6 @@ from zoo import Net, make_net
 import zeroshard
 
 STAGES = [0, 1, 2, 3]
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
-def step(model, optimizer, batch: torch.Tensor) -> None:
-    net_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------------ the import
@@ -77,7 +80,7 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_sharding_and_training_patch_no_class_and_no_function(stage: int) -> None:
     places = (torch, nn.functional, nn.Module, nn.Parameter, nn.Linear, torch.Tensor, torch.optim.Adam, Net)
 
@@ -86,12 +89,12 @@ def test_sharding_and_training_patch_no_class_and_no_function(stage: int) -> Non
 
     def body(rank: int):
         model, optimizer = zeroshard.shard(model_of[rank], adam(model_of[rank]), stage=stage)
-        step(model, optimizer, batches(1)[0])
+        train_step(model, optimizer, batches(1)[0])
         return type(model), type(model.head), type(optimizer.inner)
 
     plain = make_net()
     model_of = [copy.deepcopy(plain) for _ in range(2)]
-    step(plain, adam(plain), batches(1)[0])  # whatever torch itself loads or wraps at the first use
+    train_step(plain, adam(plain), batches(1)[0])  # whatever torch itself loads or wraps at the first use
     run_threads(1, lambda rank: None)
     before = surface()
     classes = run_threads(2, body)
@@ -103,21 +106,17 @@ def test_two_sharded_models_in_one_process_do_not_meet() -> None:
     first, second, data = make_net(1), make_net(2, width=9), batches(3)
 
     def body(rank: int):
-        ours = [copy.deepcopy(first), copy.deepcopy(second)]
-        a = zeroshard.shard(ours[0], adam(ours[0]), stage=3)
-        b = zeroshard.shard(ours[1], adam(ours[1]), stage=2)
+        a, b = sharded(first, adam, stage=3), sharded(second, adam, stage=2)
         for batch in data:  # interleaved
             losses = [net_loss(model, split(batch, rank, 2)) for model, _ in (a, b)]
             for loss, (_, optimizer) in zip(losses, (a, b), strict=True):
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [dict(zeroshard.unwrap(model).named_parameters()) for model, _ in (a, b)]
+                take_step(optimizer, loss)
+        return [copied(zeroshard.unwrap(model)) for model, _ in (a, b)]
 
     wanted = [run_plain(model, adam, data) for model in (first, second)]
     for found in run_threads(2, body):
         for ours, plain in zip(found, wanted, strict=True):
-            assert_close({n: p.detach() for n, p in ours.items()}, plain, 1e-5)
+            assert_close(ours, plain, 1e-5)
 
 
 # -------------------------------------------------------------------------------------------------- unwrap
@@ -148,7 +147,7 @@ def params(module: nn.Module):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_unwrap_gives_back_the_plain_model_as_it_was(stage: int, precision: str | None) -> None:
     plain = make_net()
 
@@ -159,14 +158,14 @@ def test_unwrap_gives_back_the_plain_model_as_it_was(stage: int, precision: str 
         returned = zeroshard.unwrap(sharded)
         assert returned is model
         assert all(p is before[name] for name, p in model.named_parameters())
-        return outside(model), {name: p.detach() for name, p in model.named_parameters()}
+        return outside(model), copied(model)
 
     for seen, parameters in run_threads(2, body):
         assert seen == outside(plain)
         assert_equal(parameters, dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, precision: str | None) -> None:
     plain, data = make_net(), batches(6)
@@ -176,14 +175,14 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
         given = adam(model)
         model, optimizer = zeroshard.shard(model, given, stage=stage, precision=precision)
         for batch in data[:3]:
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
         model, optimizer = zeroshard.unwrap(model, optimizer)
         assert optimizer is given
         assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.parameters())
         for batch in data[3:]:
-            step(model, optimizer, batch)  # the whole batch, on each rank alone
+            train_step(model, optimizer, batch)  # the whole batch, on each rank alone
         copy.deepcopy(model)
-        return {name: p.detach() for name, p in model.named_parameters()}
+        return copied(model)
 
     wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
@@ -191,7 +190,7 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) -> None:
     plain, data = make_net(), batches(4)
 
@@ -200,9 +199,9 @@ def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) 
         optimizer = adam(model)
         for batch, here in zip(data, (stage, 3 - stage, stage, 0), strict=True):
             model, optimizer = zeroshard.shard(model, optimizer, stage=here)
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
             model, optimizer = zeroshard.unwrap(model, optimizer)
-        return {name: p.detach() for name, p in model.named_parameters()}
+        return copied(model)
 
     wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
@@ -224,7 +223,7 @@ def test_sharding_twice_is_an_error_that_names_the_parameter() -> None:
 def warm_up(data: list[torch.Tensor]) -> None:
     """Whatever torch imports at the first use may leave cycles that hold the frames, and the models, of its callers."""
     model = make_net()
-    step(model, adam(model), data[0])
+    train_step(model, adam(model), data[0])
     dist.all_reduce(torch.ones(1))
 
 
@@ -238,10 +237,9 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
     try:
         before = live_bytes()
         for _ in range(times):
-            model = make_net(width=40)
-            model, optimizer = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
+            model, optimizer = sharded(make_net(width=40), adam, stage=stage, precision=precision)
             for batch in data:
-                step(model, optimizer, split(batch, rank, world))
+                train_step(model, optimizer, split(batch, rank, world))
             with zeroshard.gathered(model):
                 pass
             watched = {
@@ -278,7 +276,7 @@ def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision
         assert held == [0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_five_times_in_a_row_nothing_grows(stage: int) -> None:
     for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 5, fresh=True):
         assert gone == [[]] * 5
@@ -292,8 +290,7 @@ def delete_on_a_failure(rank: int, stage: int):
     gc.freeze()
     try:
         before = live_bytes()
-        model = make_net(width=40)
-        model, optimizer = zeroshard.shard(model, adam(model), stage=stage)
+        model, optimizer = sharded(make_net(width=40), adam, stage=stage)
         try:
             model("no tokens")
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -305,13 +302,13 @@ def delete_on_a_failure(rank: int, stage: int):
         gc.enable()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_del_frees_everything_after_a_failed_forward(stage: int) -> None:
     for held, _ in run_processes(2, delete_on_a_failure, stage, fresh=True):
         assert held == 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_no_hook_of_the_library_stays_on_an_output_that_outlives_the_model(stage: int) -> None:
     def body(rank: int):
         model, _ = zeroshard.shard(copy.deepcopy(plain), stage=stage)

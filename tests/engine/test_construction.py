@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_beyond, live_bytes_at_start
-from plain import assert_close, assert_equal, full_parameters, train_steps
+from pairs import every_stage
+from plain import adam, assert_close, assert_equal, copied, copied_buffers, full_parameters, sharded, train_steps
 from ranks import run_processes, run_threads, seeded
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from zoo import built
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -32,10 +34,6 @@ ALIGNMENT = 0.005
 def on_meta(make, *args):
     with torch.device("meta"):
         return make(*args)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -56,15 +54,13 @@ def gpt_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_model_from_meta_trains_like_the_plain_model_of_the_same_values(stage: int, tied: bool) -> None:
     config = GPTConfig(vocab_size=50, context=8, layers=3, heads=2, width=16, tied=tied)
     data = gpt_batches(3)
 
     def body(rank: int):
-        model = on_meta(GPT, config)
-        optimizer = momentum(model)  # made from meta parameters
-        model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+        model, optimizer = sharded(on_meta(GPT, config), momentum, stage=stage)
         assert not any(p.is_meta for p in model.parameters())
         assert (model.head.weight is model.tokens.weight) == tied
         first = full_parameters(model)
@@ -78,7 +74,7 @@ def test_a_model_from_meta_trains_like_the_plain_model_of_the_same_values(stage:
             for name, value in first.items():
                 state[name].copy_(value)
         train_steps(plain, momentum(plain), data, gpt_loss)
-        assert_close(last, {name: p.detach() for name, p in plain.named_parameters()}, 1e-5)
+        assert_close(last, copied(plain), 1e-5)
 
 
 def test_values_come_from_the_modules_own_reset_parameters() -> None:
@@ -95,15 +91,14 @@ def test_values_come_from_the_modules_own_reset_parameters() -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_ranks_that_draw_differently_all_get_rank_0_s_values(stage: int, precision: str | None) -> None:
     def body(rank: int):
         def init(module: nn.Module) -> None:
             for parameter in module.parameters(recurse=False):
                 nn.init.constant_(parameter, rank + 1.25)
 
-        model = on_meta(GPT, SMALL)
-        model, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision, init_fn=init)
+        model, _ = sharded(on_meta(GPT, SMALL), adam, stage=stage, precision=precision, init_fn=init)
         whole = full_parameters(model)
         return whole, {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
@@ -125,9 +120,7 @@ def test_differently_seeded_processes_end_with_one_model() -> None:
 
 def test_differently_seeded_real_models_end_with_rank_0_s_values() -> None:
     def body(rank: int):
-        with seeded(rank):
-            model = GPT(SMALL)
-        model, _ = zeroshard.shard(model, stage=3)
+        model, _ = sharded(built(lambda: GPT(SMALL), seed=rank), stage=3)
         return full_parameters(model)
 
     with seeded(0):
@@ -140,8 +133,7 @@ def test_real_modules_keep_their_values_next_to_modules_from_meta() -> None:
     real = nn.Linear(4, 4)
 
     def body(rank: int):
-        model = nn.Sequential(copy.deepcopy(real), on_meta(nn.Linear, 4, 4))
-        model, _ = zeroshard.shard(model, stage=3)
+        model, _ = sharded(nn.Sequential(copy.deepcopy(real), on_meta(nn.Linear, 4, 4)), stage=3)
         return full_parameters(model)
 
     for values in run_threads(2, body):
@@ -163,15 +155,14 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_batch_norm_buffers_are_initialised_and_used(stage: int, precision: str | None) -> None:
     def body(rank: int):
-        model = on_meta(Normed)
-        model, optimizer = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
-        before = {name: b.clone() for name, b in model.named_buffers()}
+        model, optimizer = sharded(on_meta(Normed), adam, stage=stage, precision=precision)
+        before = copied_buffers(model)
         model(torch.ones(3, 6) * torch.arange(3)[:, None]).float().square().sum().backward()
         optimizer.step()
-        return before, {name: b.clone() for name, b in model.named_buffers()}
+        return before, copied_buffers(model)
 
     for before, after in run_threads(2, body):
         assert_equal(before, dict(Normed().named_buffers()))
@@ -223,8 +214,7 @@ def test_init_fn_serves_a_module_without_reset_parameters() -> None:
             module.reset_parameters()
 
     def body(rank: int):
-        model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Bare(), Table()))
-        model, _ = zeroshard.shard(model, stage=3, init_fn=init)
+        model, _ = sharded(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Bare(), Table())), stage=3, init_fn=init)
         return full_parameters(model), model[2].frequencies.clone()
 
     for values, frequencies in run_threads(2, body):
@@ -427,7 +417,7 @@ def test_attributes_that_are_no_views_are_not_refused() -> None:
     zeroshard.shard(with_part(lambda m: nn.Sequential(nn.utils.spectral_norm(m[0]), nn.LSTM(9, 6))))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_that_renormalise_are_refused_unless_one_rank_updates_the_very_weight(kind, stage: int) -> None:
     def body(rank: int):
@@ -497,9 +487,7 @@ def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def train_with_a_default_device(rank: int, offload: str | None, directory: str) -> None:
-    with seeded(0):
-        model = GPT(SMALL)
-    model, optimizer = zeroshard.shard(model, adam(model), precision="fp16", offload=offload)
+    model, optimizer = sharded(built(lambda: GPT(SMALL)), adam, precision="fp16", offload=offload)
     with torch.device("meta"):  # stands for a GPU: where a host tensor is meant, any other device fails
         optimizer.scale(model(*(2 * [torch.zeros(2, 8, dtype=torch.int64, device="cpu")]))).backward()
         optimizer.clip_grad_norm_(1.0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain import batches, split
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage
+from plain import Tensors, batches, mesh_of, momentum, net_loss, sharded, split, take_step
+from ranks import run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from zoo import Tied, built
 
 import zeroshard
 
@@ -20,53 +20,11 @@ DECAYS = [0.5, 0.9, 0.7]
 OPTIONS: list[dict[str, Any]] = [{}, {"offload": "host"}, {"precision": "bf16"}]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 14), nn.Linear(14, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    """Tied, frozen and unused parameters, and running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.norm, self.unused = nn.BatchNorm1d(8), nn.Linear(3, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens.flatten())
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(self.frozen(x)))
-
-
-def make_net() -> Net:
-    with seeded(0):
-        return Net()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch).float(), batch.flatten())
-
-
-def train(model: Any, optimizer: Any, ema: Any, rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+def train(model: Any, optimizer: Any, ema: Any, rank: int, world: int) -> list[Tensors]:
     """Train; return the full parameters after each step."""
     found = []
     for batch, decay in zip(batches(len(DECAYS)), DECAYS, strict=True):
-        loss_of(model, split(batch, rank, world)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, net_loss(model, split(batch, rank, world)))
         if ema is not None:
             ema.decay = decay
             ema.update()
@@ -74,7 +32,7 @@ def train(model: Any, optimizer: Any, ema: Any, rank: int, world: int) -> list[d
     return found
 
 
-def plain_average(values: list[dict[str, torch.Tensor]], start: Net) -> dict[str, torch.Tensor]:
+def plain_average(values: list[Tensors], start: nn.Module) -> Tensors:
     """Return the averages of a plain loop, for parameters that had these values after each step."""
     trained = {name: p for name, p in start.named_parameters(remove_duplicate=False) if p.requires_grad}
     average = {name: p.detach().float().clone() for name, p in trained.items()}
@@ -84,23 +42,22 @@ def plain_average(values: list[dict[str, torch.Tensor]], start: Net) -> dict[str
     return {**values[-1], **average}
 
 
-def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-6) -> None:
+def close(found: Tensors, wanted: Tensors, tolerance: float = 1e-6) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]) -> None:
     def body(rank: int) -> None:
-        model, optimizer = zeroshard.shard(make_net(), None, stage=stage)  # without an optimizer: nothing changes
+        model, optimizer = zeroshard.shard(built(Tied), None, stage=stage)  # without an optimizer: nothing changes
         ema = zeroshard.EMA(model, 0.5)
         ema.update()
         with ema.swapped():
-            close(zeroshard.state_dict(model, None), make_net().state_dict(), 0)
-        first = make_net()
-        model, optimizer = zeroshard.shard(first, sgd(first), stage=stage, **options)
+            close(zeroshard.state_dict(model, None), built(Tied).state_dict(), 0)
+        model, optimizer = sharded(built(Tied), momentum, stage=stage, **options)
         before = zeroshard.report(model).states
         ema = zeroshard.EMA(torch.compile(model), decay=0.99)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -108,7 +65,7 @@ def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]
         share = 4 * trained / (1 if stage == 0 else 2)
         assert share <= extra < 1.9 * share, (extra, share)  # small flats are padded
         values = train(model, optimizer, ema, rank, 2)
-        wanted = plain_average(values, make_net())
+        wanted = plain_average(values, built(Tied))
         batch = batches(1)[0]
         with ema.swapped():
             averages = zeroshard.state_dict(model, None)
@@ -116,12 +73,12 @@ def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]
             model.eval()
             with torch.no_grad():
                 found = model(batch).float()
-            plain = make_net().eval()
+            plain = built(Tied).eval()
             plain.load_state_dict(wanted)
             tolerance = 0.1 if options.get("precision") else 1e-5
             torch.testing.assert_close(found, plain(batch), rtol=tolerance, atol=tolerance)
             model.train()
-            for call in (ema.update, optimizer.step, loss_of(model, batch).backward):
+            for call in (ema.update, optimizer.step, net_loss(model, batch).backward):
                 with pytest.raises(RuntimeError, match=r"inside `with ema.swapped\(\):`"):
                     call()
             with pytest.raises(RuntimeError, match="gathered"), zeroshard.gathered(model, write_rank=0):
@@ -134,7 +91,7 @@ def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]
         held = zeroshard.report(model).memory
         assert ("averages", "device") not in held or not held["averages", "device"].now
         zeroshard.reload_states(model)
-        loss_of(model, split(batch, rank, 2)).backward()
+        net_loss(model, split(batch, rank, 2)).backward()
         optimizer.step()
         with ema.swapped():  # not updated
             again = zeroshard.state_dict(model, None)
@@ -153,17 +110,14 @@ def test_training_is_not_changed_by_an_ema() -> None:
     def body(rank: int, stage: int) -> list[Any]:
         runs = []
         for has_ema in (False, True):
-            model = make_net()
-            model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, precision="bf16")
+            model, optimizer = sharded(built(Tied), momentum, stage=stage, precision="bf16")
             ema = zeroshard.EMA(model, 0.9) if has_ema else None
             for batch in batches(3):
                 if ema is not None:
                     with ema.swapped(), torch.no_grad():
                         model.eval()(batch)
                     model.train()
-                loss_of(model, split(batch, rank, 2)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, net_loss(model, split(batch, rank, 2)))
                 if ema is not None:
                     ema.update()
             runs.append(zeroshard.state_dict(model, None))
@@ -192,9 +146,8 @@ def test_sixteen_bit_parameters_without_masters_are_averaged_in_fp32() -> None:
     run_threads(2, body)
 
 
-def saved(rank: int, path: str, stage: int, precision: str | None) -> dict[str, torch.Tensor]:
-    model = make_net()
-    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, precision=precision)
+def saved(rank: int, path: str, stage: int, precision: str | None) -> Tensors:
+    model, optimizer = sharded(built(Tied), momentum, stage=stage, precision=precision)
     ema = zeroshard.EMA(model, 0.9)
     train(model, optimizer, ema, rank, 2)
     save = zeroshard.save(path, model, optimizer, ema=ema, wait=False)
@@ -214,9 +167,8 @@ def test_averages_load_on_other_ranks_and_stages(tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
     wanted = run_processes(2, saved, path, 3, "bf16")[0]
 
-    def body(rank: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        model: Any = make_net()
-        model, optimizer = zeroshard.shard(model, sgd(model), **options)
+    def body(rank: int, options: dict[str, Any]) -> Tensors:
+        model, optimizer = sharded(built(Tied), momentum, **options)
         ema = zeroshard.EMA(model, 0.9)
         zeroshard.load(path, model, optimizer, ema=ema)
         with ema.swapped():
@@ -225,7 +177,7 @@ def test_averages_load_on_other_ranks_and_stages(tmp_path: Path) -> None:
             zeroshard.load(path + "-without", model, optimizer, ema=ema)
         missing = zeroshard.load(path + "-without", model, optimizer, ema=ema, strict=False).missing
         assert "embedding.weight (EMA)" in missing
-        other, _ = zeroshard.shard(make_net())
+        other, _ = zeroshard.shard(built(Tied))
         with pytest.raises(zeroshard.CheckpointError, match="of another model"):
             zeroshard.load(path, other, ema=ema)
         return found
@@ -233,23 +185,21 @@ def test_averages_load_on_other_ranks_and_stages(tmp_path: Path) -> None:
     for world, options in ((1, {"stage": 0}), (3, {"stage": 1, "offload": "host"}), (2, {"stage": 3})):
         for found in run_threads(world, body, options):
             close(found, wanted, 0)
-    weights = make_net()
+    weights = built(Tied)
     zeroshard.load(path + "-weights", weights)
     close(weights.state_dict(), wanted, 0)
     zeroshard.load(path, weights)  # the weights, not the averages
     assert not torch.equal(weights.embedding.weight, wanted["embedding.weight"])
     with pytest.raises(zeroshard.CheckpointError, match="an EMA belongs to a sharded model"):
-        zeroshard.save(path, weights, ema=zeroshard.EMA(zeroshard.shard(make_net())[0], 0.9))
+        zeroshard.save(path, weights, ema=zeroshard.EMA(zeroshard.shard(built(Tied))[0], 0.9))
 
 
 def test_averages_of_tensor_parallel_parameters(tmp_path: Path) -> None:
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    blocks = nn.Sequential(*make_net().blocks)
+    blocks = nn.Sequential(*built(Tied).blocks)
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        model: Any = copy.deepcopy(blocks)
-        model, optimizer = zeroshard.shard(model, sgd(model), mesh=mesh, tensor_plan=plan)
+        model, optimizer = sharded(blocks, momentum, mesh=mesh_of((2, 2), "shard tensor"), tensor_plan=plan)
         ema = zeroshard.EMA(model, 0.5)
         first = zeroshard.state_dict(model, None)
         model(torch.linspace(-1, 1, 16).view(2, 8)).square().mean().backward()
@@ -257,7 +207,7 @@ def test_averages_of_tensor_parallel_parameters(tmp_path: Path) -> None:
         ema.update()
         second = zeroshard.state_dict(model, None)
         zeroshard.save(tmp_path / "tp", model, ema=ema)
-        plain = zeroshard.shard(copy.deepcopy(blocks), stage=1)[0]
+        plain = sharded(blocks, stage=1)[0]
         loaded = zeroshard.EMA(plain, 0.1)
         zeroshard.load(tmp_path / "tp", plain, ema=loaded)
         for average, one in ((ema, model), (loaded, plain)):
@@ -277,7 +227,7 @@ def test_wrong_calls_raise() -> None:
             zeroshard.EMA(model, decay)  # type: ignore[arg-type]
 
     def body(rank: int) -> None:
-        model, _ = zeroshard.shard(make_net(), stage=2, timeout=20)
+        model, _ = zeroshard.shard(built(Tied), stage=2, timeout=20)
         ema = zeroshard.EMA(model, 0.9)
         with pytest.raises(zeroshard.RanksDisagreeError):
             if rank == 0:
@@ -289,14 +239,14 @@ def test_wrong_calls_raise() -> None:
 
 
 def average_after_a_new_group(rank: int, stage: int) -> None:
-    model = make_net()
+    model = built(Tied)
     options: dict[str, Any] = {"stage": stage, "precision": "bf16", "bucket_size": 32}
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.blocks.parameters(), lr=0.1), **options)
     ema = zeroshard.EMA(model, 0.5)
     optimizer.add_param_group({"params": [model.head.weight]})  # which gets a master weight only now
     with ema.swapped():
         before = zeroshard.state_dict(model, rank=None)["head.weight"]
-    loss_of(model, batches(1)[0]).backward()
+    net_loss(model, batches(1)[0]).backward()
     optimizer.step()
     ema.update()
     now = zeroshard.state_dict(model, rank=None)["head.weight"]
@@ -312,7 +262,7 @@ def test_a_parameter_that_gets_a_master_weight_later_is_averaged(stage: int) -> 
 
 
 def average_of_another_engine(rank: int, stage: int) -> None:
-    model, _ = zeroshard.shard(make_net(), stage=stage)
+    model, _ = zeroshard.shard(built(Tied), stage=stage)
     ema = zeroshard.EMA(model, 0.5)
     kept = vars(model)["_zeroshard"].engine  # as a user keeps it with the old optimizer
     model = zeroshard.unwrap(model)
@@ -329,7 +279,7 @@ def test_an_average_belongs_to_one_shard_call(stage: int) -> None:
 
 
 def update_with_own_decay(rank: int) -> None:
-    model, _ = zeroshard.shard(make_net(), stage=3)
+    model, _ = zeroshard.shard(built(Tied), stage=3)
     ema = zeroshard.EMA(model, 0.5)
     ema.decay = 0.5 + rank / 10
     with pytest.raises(zeroshard.RanksDisagreeError, match="decay"):

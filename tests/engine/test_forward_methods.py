@@ -9,23 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage
+from plain import assert_close, momentum, take_step
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
+from zoo import Mlp, built
 
 import zeroshard
 
 
-class Layer(nn.Module):
+class Layer(Mlp):
     """A block with a method that uses its parameters itself, and a part of it inside another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
     def transposed(self, x: torch.Tensor) -> torch.Tensor:
         return x + linear(torch.tanh(linear(x, self.down.weight.t())), self.up.weight.t())
@@ -36,7 +31,7 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer(8, 8) for _ in range(3))
 
     def encode(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -77,8 +72,7 @@ METHODS = ("compute_loss", "encoder.encode", "encoder.layers.0.transposed", "fai
 
 
 def make_model() -> Model:
-    with seeded(0):
-        return Model()
+    return built(Model)
 
 
 def losses(model: Any, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -97,15 +91,9 @@ def train(model: Any, optimizer: Any, rank: int, world: int) -> list[torch.Tenso
         for loss in losses(model, tokens):
             with pytest.raises(KeyError, match="no loss"):
                 model.fails(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             found.append(loss.detach().float())
     return found
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def register(model: nn.Module) -> None:
@@ -118,7 +106,7 @@ def trained(rank: int, registers_before: bool, options: dict[str, Any]) -> dict[
     model = make_model()
     if registers_before:
         register(model)
-    model, optimizer = zeroshard.shard(model, sgd(model), **options)
+    model, optimizer = zeroshard.shard(model, momentum(model), **options)
     if not registers_before:
         register(model)
     assert model.compute_loss.__doc__ == "Return the loss."
@@ -130,16 +118,16 @@ def trained(rank: int, registers_before: bool, options: dict[str, Any]) -> dict[
     plain = zeroshard.unwrap(model)
     assert not {"compute_loss", "fails"} & vars(plain).keys() and "encode" not in vars(plain.encoder)
     assert kept(torch.arange(3), torch.ones(3, 8))["loss"].dtype == torch.float32  # a plain method again
-    model, optimizer = zeroshard.shard(plain, sgd(plain), **options)  # it stays registered
+    model, optimizer = zeroshard.shard(plain, momentum(plain), **options)  # it stays registered
     train(model, optimizer, rank, 2)
     return state
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": "host"}, {"precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_methods_train_as_in_a_plain_run(stage: int, options: dict[str, Any]) -> None:
     plain = make_model()
-    train(plain, sgd(plain), 0, 1)
+    train(plain, momentum(plain), 0, 1)
     tolerance = {"rtol": 0.05, "atol": 0.02} if options.get("precision") else {"rtol": 2e-6, "atol": 2e-6}
     for state in run_threads(2, trained, bool(stage % 2), {"stage": stage, **options}):
         for name, value in plain.state_dict().items():
@@ -148,7 +136,7 @@ def test_methods_train_as_in_a_plain_run(stage: int, options: dict[str, Any]) ->
 
 def test_methods_train_over_gloo() -> None:
     plain = make_model()
-    train(plain, sgd(plain), 0, 1)
+    train(plain, momentum(plain), 0, 1)
     for state in run_processes(2, trained, True, {"stage": 3}):
         assert_close(state, plain.state_dict(), 2e-6)
 

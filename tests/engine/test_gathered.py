@@ -8,8 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
+from pairs import every_stage, pairwise
+from plain import (
+    Tensors,
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    full_parameters,
+    masters,
+    momentum,
+    net_loss,
+    run_plain,
+    sgd,
+    sharded,
+    split,
+    take_step,
+    train_step,
+    train_steps,
+)
 from ranks import run_threads
 from torch import nn
 from zoo import make_net
@@ -22,29 +39,12 @@ PLACES: list[dict[str, Any]] = [{}, {"offload": "host"}, {"precision": "bf16"}]
 NAME = "blocks.1.up.weight"
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def shard(plain: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, Any]:
-    model = copy.deepcopy(plain)
-    return zeroshard.shard(model, sgd(model), stage=stage, **options)
-
-
-def masters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
-
-
-def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> float:
-    loss = net_loss(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return sharded(plain, momentum, stage=stage, **options)
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, options: dict[str, Any]) -> None:
     plain = make_net()
 
@@ -53,7 +53,7 @@ def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, 
         with zeroshard.gathered(model):
             pass
         for batch in batches(3):
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
             if stage < 3:
                 seen = {name: value.clone() for name, value in model.state_dict().items()}
             with zeroshard.gathered(model):
@@ -92,44 +92,37 @@ def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: 
             assert_equal(full_parameters(model), before)
             for name, value in before.items():
                 assert torch.equal(inside[name], (value / 2).to(inside[name].dtype)), name
-        step(model, optimizer, split(batch, rank, world))
+        train_step(model, optimizer, split(batch, rank, world))
 
     run_threads(world, body)
 
 
 @pytest.mark.guarantee("gathered()")
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_training_inside_a_block_is_plain_until_the_step(stage: int) -> None:
     """Forward inside, backward inside or outside, forward before and backward inside: the plain gradients."""
-    plain, data = make_net(), batches(3)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model, optimizer = shard(plain, stage)
-        mine = [split(batch, rank, 2) for batch in data]
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         with zeroshard.gathered(model):
-            net_loss(model, mine[0]).backward()
+            net_loss(model, data[0]).backward()
             with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside .*gathered.*Leave the block"):
                 optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
         with zeroshard.gathered(model):
-            loss = net_loss(model, mine[1])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = net_loss(model, mine[2])
+            loss = net_loss(model, data[1])
+        take_step(optimizer, loss)
+        loss = net_loss(model, data[2])
         with zeroshard.gathered(model):
             loss.backward()
         optimizer.step()
-        return full_parameters(model)
 
-    wanted = run_plain(plain, sgd, data)
-    for parameters in run_threads(2, body):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"plain_loop": train_steps, "stages": [stage], "relative": 1e-5}
+    assert_same_training(2, make_net(), momentum, batches(3), loop, **options)
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_block_in_a_forward_hook_changes_no_number(stage: int, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(4)
 
@@ -143,7 +136,7 @@ def test_a_block_in_a_forward_hook_changes_no_number(stage: int, options: dict[s
 
         if logs:
             model.blocks[0].register_forward_hook(log)
-        return [step(model, optimizer, split(batch, rank, 2)) for batch in data]
+        return [train_step(model, optimizer, split(batch, rank, 2)) for batch in data]
 
     assert run_threads(2, body, True) == run_threads(2, body, False)
 
@@ -162,7 +155,7 @@ def test_a_backward_that_needs_a_blocks_values_afterwards_says_so() -> None:
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_graph_made_of_edits_that_are_undone_is_refused(stage: int) -> None:
     plain = make_net()
 
@@ -179,11 +172,11 @@ def test_a_graph_made_of_edits_that_are_undone_is_refused(stage: int) -> None:
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_values_written_before_an_exception_are_gone_also_where_a_graph_is_kept(stage: int) -> None:
     plain, batch = make_net(), batches(1)[0]
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage)
         loss = net_loss(model, batch)  # keeps some units in memory
         with pytest.raises(ZeroDivisionError), zeroshard.gathered(model, write_rank=0), torch.no_grad():
@@ -194,7 +187,7 @@ def test_values_written_before_an_exception_are_gone_also_where_a_graph_is_kept(
             inside = {name: value.clone() for name, value in model.named_parameters()}
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-        step(model, optimizer, split(batch, rank, 2))
+        train_step(model, optimizer, split(batch, rank, 2))
         return inside
 
     for inside in run_threads(2, body):
@@ -202,7 +195,7 @@ def test_values_written_before_an_exception_are_gone_also_where_a_graph_is_kept(
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_data_replaced_inside_a_writing_block_is_written(stage: int, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(2)
 
@@ -212,22 +205,22 @@ def test_data_replaced_inside_a_writing_block_is_written(stage: int, options: di
         first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
         first.data, second.data = second.data, first.data
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage, **options)
         with zeroshard.gathered(model, write_rank=0):
             halve(model)
         for batch in data:
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
         return masters(model)
 
     expected = copy.deepcopy(plain)
     halve(expected)
-    wanted = run_plain(expected, sgd, data)
+    wanted = run_plain(expected, momentum, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 3e-2 if options.get("precision") else 1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: int) -> None:
     plain, batch = make_net(), batches(1)[0]
 
@@ -238,7 +231,7 @@ def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: 
         with pytest.raises(RuntimeError, match=r"float64.*before zeroshard\.shard"), block:
             model.to(torch.float64)
         assert_equal(full_parameters(model), before)
-        step(model, optimizer, split(batch, rank, 2))
+        train_step(model, optimizer, split(batch, rank, 2))
         for call, change in (
             ("unwrap", lambda: zeroshard.unwrap(model)),
             ("offload_states", lambda: zeroshard.offload_states(model)),
@@ -273,22 +266,20 @@ def test_edits_in_place_count_whenever_they_are_made(stage: int, options: dict[s
 
     def train(model: nn.Module, optimizer: Any, of: Any, scale: Any = lambda loss: loss) -> None:
         edit(model)  # before the first forward
-        scale(net_loss(model, of(data[0]))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, scale(net_loss(model, of(data[0]))))
         edit(model)  # between steps
         scale(net_loss(model, of(data[1]))).backward()
         edit(model)  # between backward and step
         optimizer.step()
         edit(model)  # last
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage, **options)
         train(model, optimizer, lambda batch: split(batch, rank, world), optimizer.scale)
         return masters(model)
 
     expected = copy.deepcopy(plain)
-    train(expected, sgd(expected), lambda batch: batch)
+    train(expected, momentum(expected), lambda batch: batch)
     for parameters in run_threads(world, body):
         assert_close(parameters, dict(expected.named_parameters()), 2e-2 if options.get("precision") else 1e-5)
 
@@ -330,7 +321,7 @@ def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any
                 optimizer.step()
             with zeroshard.gathered(model, write_rank=0):
                 pass
-            step(model, optimizer, split(data[1], rank, 2))
+            train_step(model, optimizer, split(data[1], rank, 2))
 
     run_threads(2, body)
 
@@ -345,11 +336,11 @@ def test_an_edit_on_one_rank_raises_at_the_step(stage: int, edit: Any, options: 
 
     def body(rank: int) -> None:
         model, optimizer = shard(plain, stage, **options)
-        step(model, optimizer, split(data[0], rank, 2))
+        train_step(model, optimizer, split(data[0], rank, 2))
         if rank == 1:
             edit(model, 2)
         with pytest.raises(RuntimeError, match=r"changed since the last step.*but not on all ranks"):
-            step(model, optimizer, split(data[1], rank, 2))
+            train_step(model, optimizer, split(data[1], rank, 2))
 
     run_threads(2, body)
 
@@ -360,10 +351,10 @@ def test_an_edit_on_one_rank_raises_at_the_step(stage: int, edit: Any, options: 
 def test_one_rank_may_read_data_and_use_other_values_for_a_while(stage: int, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(3)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage, **options)
         for batch in data:
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
             if rank == 1:
                 assert sum(p.data.norm() for p in model.parameters()) > 0
             own = copy.deepcopy(model.state_dict())
@@ -376,12 +367,9 @@ def test_one_rank_may_read_data_and_use_other_values_for_a_while(stage: int, opt
                 model.get_parameter(NAME).data.copy_(own_values)
         return masters(model)
 
-    expected = copy.deepcopy(plain)
-    optimizer = sgd(expected)
-    for batch in data:
-        step(expected, optimizer, batch)
+    wanted = run_plain(plain, momentum, data)
     for parameters in run_threads(2, body):
-        assert_close(parameters, dict(expected.named_parameters()), 2e-2 if options.get("precision") else 1e-5)
+        assert_close(parameters, wanted, 2e-2 if options.get("precision") else 1e-5)
 
 
 class Clamped(nn.Module):
@@ -406,11 +394,9 @@ def test_a_forward_that_changes_its_weights_is_right_or_refused(
 
     def train(model: nn.Module, optimizer: Any) -> None:
         for _ in range(3):
-            model(torch.ones(2, 3)).float().pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(2, 3)).float().pow(2).sum())
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage, **options)
         if stage == 3:
             with pytest.raises(RuntimeError, match="changed in place during a forward"):
@@ -420,7 +406,7 @@ def test_a_forward_that_changes_its_weights_is_right_or_refused(
         return masters(model)
 
     expected = copy.deepcopy(plain)
-    train(expected, sgd(expected))
+    train(expected, momentum(expected))
     for parameters in run_threads(2, body):
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected.get_parameter(name).detach(), atol=2e-3, rtol=2e-2)
@@ -428,7 +414,7 @@ def test_a_forward_that_changes_its_weights_is_right_or_refused(
 
 @pytest.mark.guarantee("Replaced data")
 @pytest.mark.parametrize("change", ["data", "vector", "dtype", "format"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stage: int, change: str) -> None:
     plain = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2))
     inputs = torch.ones(2, 2, 3, 3)
@@ -445,9 +431,7 @@ def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stag
 
     def body(rank: int) -> None:
         model, optimizer = shard(plain, stage)
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs).sum())
         with pytest.raises(RuntimeError, match=r"zeroshard\.(shard|gathered)\("):
             replace(model)
             model(inputs)
@@ -457,7 +441,7 @@ def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stag
 
 @pytest.mark.guarantee("Graphs from before a step")
 @pytest.mark.parametrize("options", PLACES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_backward_over_a_graph_older_than_the_step_raises(stage: int, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(2)
 
@@ -470,7 +454,7 @@ def test_a_backward_over_a_graph_older_than_the_step_raises(stage: int, options:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
         optimizer.zero_grad()
-        step(model, optimizer, split(data[1], rank, 2))
+        train_step(model, optimizer, split(data[1], rank, 2))
 
     run_threads(2, body)
 
@@ -506,7 +490,7 @@ def test_a_numpy_array_of_a_gathered_parameter_keeps_its_values(precision: str |
                 kept.append((weight.view(torch.uint8).numpy(), weight.view(torch.uint8).numpy().copy()))
 
             model.blocks[1].register_forward_hook(keep)
-        return [step(model, optimizer, split(batch, rank, 2)) for batch in data], kept
+        return [train_step(model, optimizer, split(batch, rank, 2)) for batch in data], kept
 
     for (shared, kept), (alone, _) in zip(run_threads(2, body, True), run_threads(2, body, False), strict=True):
         assert shared == alone
@@ -516,11 +500,10 @@ def test_a_numpy_array_of_a_gathered_parameter_keeps_its_values(precision: str |
 
 
 @pytest.mark.guarantee("States that are away")
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
     def body(rank: int) -> None:
-        plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model, _ = zeroshard.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), stage=stage)
+        model, _ = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), sgd, stage=stage)
         model(torch.ones(1, 2)).sum().backward()
         loss = model(torch.ones(1, 2)).sum()
         zeroshard.offload_states(model)
@@ -601,12 +584,12 @@ def test_a_load_after_one_rank_has_read_data_is_no_edit(stage: int, options: dic
     plain, data = make_net(), batches(2)
     zeroshard.save(tmp_path / "a", plain)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage, **options)
         if rank == 0:
             assert sum(p.data.numel() for p in model.parameters()) > 0
         zeroshard.load(tmp_path / "a", model)
-        step(model, optimizer, split(data[1], rank, 2))
+        train_step(model, optimizer, split(data[1], rank, 2))
         return full_parameters(model)
 
     first, second = run_threads(2, body)
@@ -623,8 +606,7 @@ def test_a_unit_is_checked_for_edits_once_however_many_parameters_are_read(monke
     monkeypatch.setattr(param_access, "param_versions", counted)
 
     def body(rank: int) -> int:
-        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)])
-        model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+        model, _ = sharded(nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)]), sgd, stage=2)
         before = len(calls)
         for parameter in model.parameters():
             _ = parameter.data

@@ -10,11 +10,25 @@ import pytest
 import torch
 from live import live_bytes, live_bytes_at_start
 from one_pass import in_one_pass
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split, train_steps
+from plain import (
+    Tensors,
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    full_parameters,
+    net_loss,
+    of,
+    run_plain,
+    sharded,
+    split,
+    train_step,
+    train_steps,
+)
 from ranks import run_processes, run_threads
 from rules import Rule
 from torch import nn
-from zoo import make_net
+from zoo import InOrder, make_net
 
 import zeroshard
 from zeroshard.engine.flat_grad import assign_segments
@@ -28,19 +42,17 @@ def held(model: nn.Module) -> int:
     return memory["gradients", "device"].now if ("gradients", "device") in memory else 0
 
 
-def plain() -> tuple[Any, torch.optim.Optimizer]:
-    model = copy.deepcopy(NET)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+make = of(torch.optim.AdamW, lr=1e-2)
 
 
-def sharded(stage: int) -> tuple[Any, Any]:
-    return zeroshard.shard(*plain(), stage=stage, bucket_size=64)
+def shard(stage: int) -> tuple[Any, Any]:
+    return sharded(NET, make, stage=stage, bucket_size=64)
 
 
-def trained_plainly(data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    model, optimizer = plain()
-    train_steps(model, optimizer, data)
-    return dict(model.named_parameters())
+def assert_trains(loop: Any, world: int, stage: int) -> None:
+    """A loop that treats gradients in its own way trains as the plain loop does."""
+    options = {"plain_loop": train_steps, "stages": [stage], "bucket_size": 64}
+    assert_same_training(world, NET, make, batches(3), loop, **options)
 
 
 # ------------------------------------------------------------------------------------------------ given back
@@ -48,8 +60,8 @@ def trained_plainly(data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int, world: int) -> None:
-    def body(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
-        model, optimizer = sharded(stage)
+    def body(rank: int) -> tuple[list[int], Tensors]:
+        model, optimizer = shard(stage)
         found = []
         for batch in batches(4):
             net_loss(model, split(batch, rank, world)).backward()
@@ -59,7 +71,7 @@ def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int,
             found.append(held(model))
         return found, full_parameters(model)
 
-    wanted = trained_plainly(batches(4))
+    wanted = run_plain(NET, make, batches(4))
     least = 4 * sum(parameter.numel() for parameter in wanted.values()) // (world if stage > 1 else 1)
     for found, parameters in run_threads(world, body):
         assert all(now >= least for now in found[::2])
@@ -141,7 +153,7 @@ def no_memory(gradient: object) -> None:
 
 
 def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
-    model, optimizer = sharded(stage)
+    model, optimizer = shard(stage)
     for batch in batches(2):
         optimizer.zero_grad()
         net_loss(model, split(batch, rank, 2)).backward()
@@ -162,8 +174,8 @@ def test_live_tensors_say_so_too(stage: int) -> None:
 def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
     """On one rank that gives their memory back, too. Of several, each knows only which gradients it has made itself."""
 
-    def body(rank: int) -> tuple[int, int, dict[str, torch.Tensor]]:
-        model, optimizer = sharded(stage)
+    def body(rank: int) -> tuple[int, int, Tensors]:
+        model, optimizer = shard(stage)
         parameters = list(model.parameters())
 
         def clear() -> None:
@@ -183,7 +195,7 @@ def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
 
     for before, after, parameters in run_threads(world, body):
         assert after == (0 if world == 1 else before)
-        assert_close(parameters, trained_plainly(batches(2)))
+        assert_close(parameters, run_plain(NET, make, batches(2)))
 
 
 def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
@@ -191,9 +203,7 @@ def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
     wanted = None
     for one_by_one in (False, True):
         with in_one_pass():
-            model: Any = copy.deepcopy(NET)
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-            model, optimizer = zeroshard.shard(model, optimizer, precision="bf16")
+            model, optimizer = sharded(NET, of(torch.optim.AdamW, lr=1e-2, fused=True), precision="bf16")
             for batch in batches(3):
                 net_loss(model, batch).backward()
                 optimizer.clip_grad_norm_(0.1)
@@ -208,30 +218,19 @@ def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
         wanted = found
 
 
-class Either(nn.Module):
-    """Uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return self.layers[which](x)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])  # in stage 3 all ranks run the same units
 def test_what_another_rank_has_made_stays_when_ones_own_is_cleared(stage: int) -> None:
     """Each rank uses another layer, and both clear the first one's gradient."""
-    net = Either()
+    net = InOrder(nn.Linear(8, 8) for _ in range(2))
 
-    def body(rank: int) -> list[dict[str, torch.Tensor]]:
+    def body(rank: int) -> list[Tensors]:
         model: Any = copy.deepcopy(net)
         model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
         found = []
         for _ in range(2):
-            model(torch.ones(1, 8), rank).sum().backward()
+            model(torch.ones(1, 8), (rank,)).sum().backward()
             optimizer.clip_grad_norm_(1e9)
-            for parameter in model.layers[0].parameters():
+            for parameter in model.blocks[0].parameters():
                 parameter.grad = None
             optimizer.step()
             found.append(full_parameters(model))
@@ -245,13 +244,13 @@ def test_what_another_rank_has_made_stays_when_ones_own_is_cleared(stage: int) -
         assert_equal(ours, theirs)
     moved = [not torch.equal(first[-1][name], value) for name, value in net.named_parameters()]
     assert moved == [False, False, True, True]
-    distance = net.layers[1].weight - first[-1]["layers.1.weight"]
+    distance = net.blocks[1].weight - first[-1]["blocks.1.weight"]
     torch.testing.assert_close(distance, torch.full_like(distance, 2 * 0.1 * 0.5))
 
 
 def test_what_no_sync_has_summed_is_given_back_and_counted_once() -> None:
     def body(rank: int) -> list[int]:
-        model, optimizer = sharded(2)
+        model, optimizer = shard(2)
         optimizer.inner.register_step_post_hook(lambda *_: None)  # it is shown the gradients
         found = []
         for batch in batches(3):
@@ -274,42 +273,28 @@ def test_what_no_sync_has_summed_is_given_back_and_counted_once() -> None:
 def test_gradients_that_are_there_when_a_forward_begins_keep_their_memory(stage: int, world: int) -> None:
     """Two backwards make a step: at the second one's loss they are there anyway."""
 
-    def body(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
-        model, optimizer = sharded(stage)
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         found = []
-        for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
-            for batch in (first, second):
-                net_loss(model, split(batch, rank, world)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(held(model))
-        return found, full_parameters(model)
-
-    model, optimizer = plain()
-    for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
-        net_loss(model, first).backward()
-        net_loss(model, second).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, parameters in run_threads(world, body):
+        for first, second in zip(data[::2], data[1::2], strict=True):
+            net_loss(model, first).backward()
+            train_step(model, optimizer, second)
+            found.append(held(model) if zeroshard.is_sharded(model) else 1)
         assert found[0] > 0
         assert len(set(found)) == 1
-        assert_close(parameters, dict(model.named_parameters()))
+
+    assert_same_training(world, NET, make, batches(6), loop, stages=[stage], bucket_size=64)
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (0, 2), (2, 2), (3, 2)])
 def test_gradients_made_zero_are_added_to(stage: int, world: int) -> None:
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model, optimizer = sharded(stage)
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         optimizer.zero_grad(set_to_none=False)  # there are none
-        for batch in batches(3):
-            net_loss(model, split(batch, rank, world)).backward()
+        for batch in data:
+            net_loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        return full_parameters(model)
 
-    for parameters in run_threads(world, body):
-        assert_close(parameters, trained_plainly(batches(3)))
+    assert_trains(loop, world, stage)
 
 
 # ------------------------------------------------------------------------------------------------ in other hands
@@ -318,8 +303,9 @@ def test_gradients_made_zero_are_added_to(stage: int, world: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
     def body(rank: int) -> None:
-        model, optimizer = sharded(stage)
-        other, plainly = plain()
+        model, optimizer = shard(stage)
+        other = copy.deepcopy(NET)
+        plainly = make(other)
         for first in (True, False):
             for one, its in ((model, optimizer), (other, plainly)):
                 net_loss(one, batches(2)[0 if first else 1]).backward()
@@ -347,19 +333,7 @@ class Remembering(Rule):
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
 def test_an_optimizer_may_keep_the_gradients_it_was_given(stage: int, world: int) -> None:
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model: Any = copy.deepcopy(NET)
-        model, optimizer = zeroshard.shard(model, Remembering(model.parameters()), stage=stage, bucket_size=64)
-        for batch in batches(4):
-            net_loss(model, split(batch, rank, world)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_parameters(model)
-
-    model = copy.deepcopy(NET)
-    train_steps(model, Remembering(model.parameters()), batches(4))
-    for parameters in run_threads(world, body):
-        assert_close(parameters, dict(model.named_parameters()))
+    assert_same_training(world, NET, of(Remembering), batches(4), stages=[stage], bucket_size=64)
 
 
 # ------------------------------------------------------------------------------------------------ left in the middle
@@ -381,8 +355,8 @@ class Fails(torch.autograd.Function):
         return gradient
 
 
-def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> dict[str, torch.Tensor]:
-    model, optimizer = sharded(stage)
+def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> Tensors:
+    model, optimizer = shard(stage)
     model.blocks[0].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
     for number, batch in enumerate(batches(4)):
         Fails.on = number in (0, 2)
@@ -405,15 +379,14 @@ def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> dict[st
 def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: int, away: bool) -> None:
     """Its reductions may be under way when zero_grad(), or offload_states(), takes the memory away."""
     for parameters in run_processes(world, left_in_the_middle, stage, world, away):
-        assert_close(parameters, trained_plainly(batches(4)[1::2]))
+        assert_close(parameters, run_plain(NET, make, batches(4)[1::2]))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_no_gradient_is_cleared_and_no_forward_begun_while_states_are_away(stage: int) -> None:
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model, optimizer = sharded(stage)
-        for batch in batches(3):
-            net_loss(model, split(batch, rank, 2)).backward()
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            net_loss(model, batch).backward()
             zeroshard.offload_states(model)
             for use in (
                 optimizer.zero_grad,
@@ -429,18 +402,15 @@ def test_no_gradient_is_cleared_and_no_forward_begun_while_states_are_away(stage
             zeroshard.offload_states(model)
             optimizer.zero_grad()  # there are none
             zeroshard.reload_states(model)
-        return full_parameters(model)
 
-    for parameters in run_threads(2, body):
-        assert_close(parameters, trained_plainly(batches(3)))
+    assert_trains(loop, 2, stage)
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_states_go_away_and_come_back_with_and_without_gradients(there: bool) -> None:
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model, optimizer = sharded(2)
-        for batch in batches(3):
-            net_loss(model, split(batch, rank, 2)).backward()
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            net_loss(model, batch).backward()
             if there:
                 zeroshard.offload_states(model)
                 zeroshard.reload_states(model)
@@ -450,7 +420,5 @@ def test_states_go_away_and_come_back_with_and_without_gradients(there: bool) ->
                 zeroshard.offload_states(model)
                 zeroshard.reload_states(model)
         assert held(model) == 0
-        return full_parameters(model)
 
-    for parameters in run_threads(2, body):
-        assert_close(parameters, trained_plainly(batches(3)))
+    assert_trains(loop, 2, 2)

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairs import pairwise
-from plain import assert_close, assert_equal, full_parameters
+from plain import adamw, assert_close, assert_equal, copied, full_parameters, mesh_of, sharded, square_loss, take_step
 from ranks import run_processes, run_threads, seeded
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from zoo import InOrder, Mlp, built
 
 import zeroshard
 from zeroshard.engine.last_backward import HOLD_OFF_STEPS, LastBackward
@@ -25,51 +26,37 @@ BLOCKS = 4
 Grads = dict[str, torch.Tensor | None]
 
 
-class Block(nn.Module):
+class Block(Mlp):
     """A residual block that calls ``on_grad`` when a gradient arrives at its output."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        super().__init__(6, 9)
         self.on_grad: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(torch.tanh(self.up(x)))
+        x = super().forward(x)
         if self.on_grad is not None and x.requires_grad:
             x.register_hook(self.on_grad)
         return x
 
 
-class Stack(nn.Module):
+class Stack(InOrder):
     """Blocks, run in another order than they are defined in."""
 
     def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        super().__init__()
-        self.blocks, self.order = nn.ModuleList(Block() for _ in range(BLOCKS)), order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
+        super().__init__((Block() for _ in range(BLOCKS)), order)
 
 
-with seeded(0):
-    STACK = Stack()
+STACK = built(Stack)
 
 
 def shard(stage: int, model: nn.Module = STACK, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-    return zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, **{"units": (Block,), **options})
+    return sharded(model, partial(adamw, lr=0.05, eps=0.001), mesh=mesh, stage=stage, **{"units": (Block,), **options})
 
 
 def batch_of(step: int, number: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
     return torch.randn(3, 6, generator=generator)
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).float().square().mean()
 
 
 class Reductions:
@@ -106,7 +93,7 @@ def count_in_backwards(
     for step, backwards in enumerate(plan):
         for number in range(backwards):
             with zeroshard.no_sync(model) if silent and number < backwards - 1 else nullcontext():
-                found.append(reductions.backward(loss_of(model, batch_of(step, number, rank))))
+                found.append(reductions.backward(square_loss(model, batch_of(step, number, rank))))
         optimizer.step()
         optimizer.zero_grad()
     return found, full_parameters(model)
@@ -118,10 +105,10 @@ def plainly(plan: list[int], world: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
     for step, backwards in enumerate(plan):
         for number in range(backwards):
-            sum(loss_of(model, batch_of(step, number, rank)) / world for rank in range(world)).backward()
+            sum(square_loss(model, batch_of(step, number, rank)) / world for rank in range(world)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return copied(model)
 
 
 NONE, ALL = [0] * (BLOCKS + 1), [0, 1, 2, 3, 4]  # when backward reaches a block, those after it are done
@@ -169,14 +156,13 @@ def test_backwards_inside_no_sync_reduce_nothing_and_the_one_after_them_is_the_l
 
 @every_stage
 def test_units_are_reduced_in_the_order_in_which_backward_finishes_them(stage: int) -> None:
-    with seeded(1):
-        model = Stack((2, 0, 3, 1))
+    model = built(lambda: Stack((2, 0, 3, 1)), seed=1)
 
     def body(rank: int) -> list[list[int]]:
         ours, optimizer = shard(stage, model)
         reductions, found = Reductions(ours), []
         for step in range(3):
-            found.append(reductions.backward(loss_of(ours, batch_of(step, 0, rank))))
+            found.append(reductions.backward(square_loss(ours, batch_of(step, 0, rank))))
             optimizer.step()
             optimizer.zero_grad()
         return found
@@ -205,13 +191,13 @@ OPTIONS = [
 
 def train(rank: int, world: int, stage: int, options: dict[str, Any], mesh: tuple[int, int] | None = None) -> Any:
     """Train with each number of backwards; clip, read gradients, keep them, and leave out parameters on some ranks."""
-    shape = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    shape = None if mesh is None else mesh_of(mesh)
     model, optimizer = shard(stage, mesh=shape, **options)
     norms, reads = [], []
     for step, backwards in enumerate([3, 3, 3, 2, 2, 2, 1, 1, 1, 1]):
         for number in range(backwards):
             rows = 1 + (rank + step) % 3  # ranks have batches of different sizes
-            optimizer.scale(loss_of(model, batch_of(step, number, rank)[:rows])).backward()
+            optimizer.scale(square_loss(model, batch_of(step, number, rank)[:rows])).backward()
         if step % 3 == 2:
             norms.append(optimizer.clip_grad_norm_(0.5))
         if step % 4 == 3:
@@ -248,9 +234,7 @@ def test_memory_is_that_of_reducing_in_the_step(stage: int) -> None:
     def body(rank: int, backwards: int | None) -> dict[Any, int]:
         model, optimizer = shard(stage, bucket_size=40, backwards=backwards)
         for step in range(4):
-            loss_of(model, batch_of(step, 0, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square_loss(model, batch_of(step, 0, rank)))
         return {kind: held.peak for kind, held in zeroshard.report(model).memory.items()}
 
     assert run_threads(2, body, None) == run_threads(2, body, 0)
@@ -451,7 +435,7 @@ def assert_as_in_the_step(stage: int, steps: int, backward: Callable[[Any, int, 
 def test_a_rank_without_gradients_of_a_unit_contributes_zeros(stage: int) -> None:
     def backward(model: Any, step: int, rank: int) -> None:
         model.order = (0, 1, 2, 3) if rank == 0 else (0, 3)
-        loss_of(model, batch_of(step, 0, rank)).backward()
+        square_loss(model, batch_of(step, 0, rank)).backward()
 
     assert_as_in_the_step(stage, 3, backward)
 
@@ -464,7 +448,7 @@ def test_recomputed_blocks_are_reduced_inside_backward(stage: int) -> None:
         ours, optimizer = shard(stage, model)
         reductions, found = Reductions(ours), []
         for step in range(3):
-            found.append(reductions.backward(loss_of(ours, batch_of(step, 0, rank)))[-1:])
+            found.append(reductions.backward(square_loss(ours, batch_of(step, 0, rank)))[-1:])
             optimizer.step()
             optimizer.zero_grad()
         return found
@@ -479,7 +463,7 @@ def test_two_models_in_one_loss_are_reduced_in_one_backward() -> None:
         for step in range(4):
             counts = [Reductions(model).count for model, _ in pairs]
             first, second = pairs[0][0], pairs[1][0]
-            loss_of(second, first(batch_of(step, 0, rank))).backward()
+            square_loss(second, first(batch_of(step, 0, rank))).backward()
             found.append([Reductions(model).count - count for (model, _), count in zip(pairs, counts, strict=True)])
             for _, optimizer in pairs:
                 optimizer.step()
@@ -501,7 +485,7 @@ def test_where_only_one_rank_reduces_inside_backward_the_other_reduces_in_the_st
 
     def backward(model: Any, step: int, rank: int) -> None:
         with zeroshard.no_sync(model) if rank == step % 2 else nullcontext():
-            loss_of(model, batch_of(step, 0, rank)).backward()
+            square_loss(model, batch_of(step, 0, rank)).backward()
 
     assert_as_in_the_step(stage, 6, backward)
 
@@ -509,7 +493,7 @@ def test_where_only_one_rank_reduces_inside_backward_the_other_reduces_in_the_st
 @every_stage
 def test_where_a_backward_raises_on_one_rank_it_reduces_the_rest_in_the_step(stage: int) -> None:
     def backward(model: Any, step: int, rank: int) -> None:
-        loss = loss_of(model, batch_of(step, 0, rank))
+        loss = square_loss(model, batch_of(step, 0, rank))
         if rank == 1 and step == 2:
             handle = model.blocks[1].up.weight.register_hook(fail)
             with pytest.raises(KeyError, match="made up"):
@@ -531,7 +515,7 @@ def test_all_ranks_may_clear_a_gradient_that_only_one_has_got(stage: int) -> Non
         model, optimizer = shard(stage, backwards=1)
         for step in range(3):
             model.order = (0, 1, 2, 3) if rank == 0 else (0, 3)
-            loss_of(model, batch_of(step, 0, rank)).backward()
+            square_loss(model, batch_of(step, 0, rank)).backward()
             for _ in range(1 + rank):
                 model.blocks[1].up.weight.grad = None
             optimizer.step()
@@ -545,7 +529,7 @@ def test_all_ranks_may_clear_a_gradient_that_only_one_has_got(stage: int) -> Non
 def clear_alone(rank: int, stage: int, how: str) -> str:
     model, optimizer = shard(stage, backwards=1)
     for step in range(2):
-        loss_of(model, batch_of(step, 0, rank)).backward()
+        square_loss(model, batch_of(step, 0, rank)).backward()
         if rank == 1 and step == 1:
             if how == "parameter":
                 model.blocks[0].up.weight.grad = None
@@ -572,7 +556,7 @@ def clear_one_parameter_everywhere(rank: int, stage: int, backwards: int) -> dic
     block = model.blocks[2]
     for step in range(3):
         model.order = (0, 1, 2, 3) if rank == 0 or step == 2 else (0, 1, 3)
-        loss_of(model, batch_of(step, 0, rank)).backward()
+        square_loss(model, batch_of(step, 0, rank)).backward()
         for parameter in [block.up.weight, block.up.bias][:: 1 if rank == 0 else -1]:
             parameter.grad = None
         optimizer.step()
@@ -592,7 +576,7 @@ def test_a_gradient_that_ranks_clear_after_different_reductions_is_an_error(stag
     def body(rank: int) -> str:
         model, optimizer = shard(stage, backwards=1)
         for number in range(2):
-            loss_of(model, batch_of(0, number, rank)).backward()
+            square_loss(model, batch_of(0, number, rank)).backward()
             optimizer.clip_grad_norm_(1.0)  # reduces what is left
             if number == rank:
                 model.blocks[2].up.weight.grad = None
@@ -610,7 +594,7 @@ def skip_together(rank: int, stage: int, backwards: int) -> dict[str, torch.Tens
     """If a backward raises on one rank, all ranks agree to leave out the step."""
     model, optimizer = shard(stage, backwards=backwards, timeout=10)
     for step in range(4):
-        loss, failed = loss_of(model, batch_of(step, 0, rank)), torch.zeros(1)
+        loss, failed = square_loss(model, batch_of(step, 0, rank)), torch.zeros(1)
         handle = model.blocks[(3, 1)[step % 2]].up.weight.register_hook(fail) if rank == 1 and step in (1, 2) else None
         try:
             loss.backward()
@@ -669,9 +653,7 @@ def use_own_collectives(rank: int, stage: int, groups: str) -> dict[str, torch.T
     for step in range(5):
         model.order = (0, 1, 2, 3) if rank == 0 or step < 3 else (0, 3)
         rows = torch.randn(21, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss_of(model, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, square_loss(model, rows))
     return full_parameters(model)
 
 
@@ -735,7 +717,7 @@ def uneven(rank: int, stage: int, numbers: tuple[int, int]) -> str:
     try:
         for step in range(4):
             for number in range(numbers[0] if step < 3 or rank == 0 else numbers[1]):
-                loss_of(model, batch_of(step, number, rank)).backward()
+                square_loss(model, batch_of(step, number, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
     except zeroshard.RanksDisagreeError as error:

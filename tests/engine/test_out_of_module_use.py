@@ -233,9 +233,7 @@ class TwoUnits(Net):
     """One operation with parameters of two units, none of whose modules is being run."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         return F.linear(x, self.embedding.weight, self.head.bias) * self.temperature
 
 
@@ -243,9 +241,7 @@ class AllUnits(Net):
     """Lists of parameters of many units."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         every = torch.cat([block.up.weight for block in self.blocks]).square().mean()
         return self.head(x) + every + torch.stack([block.norm.weight for block in self.blocks]).sum()
 
@@ -270,9 +266,7 @@ class NormThenHead(Net):
         self.head = nn.Linear(7, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         return F.linear(self.norm(x), self.head.weight, self.head.bias)
 
 

@@ -6,11 +6,29 @@ import copy
 import io
 import pickle
 import warnings
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
+from pairs import every_stage
+from plain import (
+    adam,
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    copied,
+    full_gradients,
+    full_parameters,
+    net_loss,
+    run_plain,
+    sharded,
+    split,
+    train_step,
+    train_steps,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -22,21 +40,8 @@ NAME = "blocks.1.up.weight"
 STAGES = [0, 1, 2, 3]
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
 def shard(model: nn.Module, stage: int = 3, **options):
-    model = copy.deepcopy(model)
-    return zeroshard.shard(model, adam(model), stage=stage, **options)
-
-
-def step(model, optimizer, batch: torch.Tensor) -> float:
-    loss = net_loss(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return sharded(model, adam, stage=stage, **options)
 
 
 # ------------------------------------------------------------------------------------- what is true at rest
@@ -51,7 +56,7 @@ def test_at_rest_metadata_is_that_of_the_plain_parameter(precision: str | None, 
     def body(rank: int):
         model, optimizer = shard(plain, precision=precision)
         if trained:
-            step(model, optimizer, split(batches(1)[0], rank, 2))
+            train_step(model, optimizer, split(batches(1)[0], rank, 2))
         found = {}
         for name, p in model.named_parameters():
             assert isinstance(p, nn.Parameter)
@@ -82,7 +87,7 @@ def test_parameters_stay_the_same_objects_through_training() -> None:
         before = dict(model.named_parameters())
         model, optimizer = zeroshard.shard(model, adam(model), stage=3)
         for batch in batches(2):
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
         return all(after is before[name] for name, after in model.named_parameters())
 
     assert run_threads(2, body) == [True, True]
@@ -198,7 +203,7 @@ def touch(rank: int) -> dict[str, tuple[str, str]]:
             outcomes[way] = "returned", repr(type(result))
         except Exception as error:
             outcomes[way] = type(error).__name__, str(error)
-        step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+        train_step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
     return outcomes
 
 
@@ -227,10 +232,10 @@ UNASKED = {
 
 def read_unasked(rank: int, way: str) -> bool:
     model, optimizer = shard(make_net())
-    step(model, optimizer, split(batches(1)[0], rank, 2))
+    train_step(model, optimizer, split(batches(1)[0], rank, 2))
     values = UNASKED[way](model.get_parameter(NAME))
     model.get_parameter(NAME).requires_grad_(True)
-    step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+    train_step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
     return bool(values.isnan().all())
 
 
@@ -298,20 +303,20 @@ WRONG = {  # a call, and what its error says
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
         for call, message in WRONG.values():
-            step(model, optimizer, split(batches(1)[0], rank, 2))
+            train_step(model, optimizer, split(batches(1)[0], rank, 2))
             with pytest.raises(RuntimeError, match=message):
                 call(model, optimizer)
-        step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(batches(1)[0], rank, 2))
 
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
     plain = make_net()
     wanted = run_plain(plain, adam, batches(2))
@@ -344,12 +349,12 @@ def add_adapter(model: nn.Module) -> None:
     model.blocks[1].up.adapter = nn.Linear(7, 7)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 @pytest.mark.parametrize("change", [replace_weight, replace_module, add_adapter])
 def test_a_parameter_that_nobody_would_train_is_refused_by_name(change, stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
-        step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(batches(1)[0], rank, 2))
         change(model)
         with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\..*weight' is another nn\.Parameter"):
             net_loss(model, split(batches(1)[0], rank, 2))
@@ -363,7 +368,7 @@ def test_modules_around_the_same_parameters_are_no_change() -> None:
         model.blocks[1] = nn.Sequential(model.blocks[1])  # as torch.compile(model.blocks[1]) would
         own = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
         assert torch.func.functional_call(model, own, (batches(1)[0],)).abs().max() == 0
-        return step(model, optimizer, split(batches(1)[0], rank, 2))
+        return train_step(model, optimizer, split(batches(1)[0], rank, 2))
 
     run_threads(2, body)
 
@@ -437,7 +442,7 @@ class Momentum(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_forward_that_replaces_data_is_refused(stage: int, how: str) -> None:
     def body(rank: int):
         model, optimizer = shard(Momentum(""), stage, units=("query", "key"))
@@ -463,7 +468,7 @@ def test_a_forward_that_changes_partitioned_weights_is_refused_however_late() ->
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_parameter_is_an_instance_of_its_own_class_at_all_times(stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(nn.Sequential(*[nn.Sequential(Edits("")) for _ in range(2)]), stage)
@@ -505,9 +510,9 @@ def test_a_parameter_outside_its_module_is_brought_when_forward_needs_it() -> No
     plain(x).sum().backward()
 
     def body(rank: int):
-        model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3, units=(nn.Sequential,))
+        model, _ = sharded(plain, stage=3, units=(nn.Sequential,))
         model(x).sum().backward()
-        return {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+        return full_gradients(model)
 
     for gradients in run_threads(2, body):
         assert_close(gradients, {name: p.grad for name, p in plain.named_parameters()})
@@ -516,7 +521,7 @@ def test_a_parameter_outside_its_module_is_brought_when_forward_needs_it() -> No
 # ------------------------------------------------------------------------------------------------- gathered
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_gathered_gives_the_full_values_on_all_ranks_and_frees_them(stage: int) -> None:
     plain = make_net()
 
@@ -524,7 +529,7 @@ def test_gathered_gives_the_full_values_on_all_ranks_and_frees_them(stage: int) 
         model, _ = shard(plain, stage)
         held = zeroshard.report(model).total.now
         with zeroshard.gathered(model):
-            inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+            inside = copied(model)
             assert isinstance(model.get_parameter(NAME), nn.Parameter)
         assert zeroshard.report(model).total.now == held
         if stage == 3:
@@ -552,7 +557,7 @@ def test_gathered_takes_one_module_and_leaves_the_others_partitioned() -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_edits_without_a_writing_rank_are_undone(stage: int, precision: str | None) -> None:
     plain = make_net()
 
@@ -571,7 +576,7 @@ def test_edits_without_a_writing_rank_are_undone(stage: int, precision: str | No
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_edits_of_the_writing_rank_count_on_all_ranks_and_in_the_master(stage: int, precision: str | None) -> None:
     def body(rank: int, plain):
         model, _ = shard(plain, stage, precision=precision)
@@ -586,30 +591,18 @@ def test_edits_of_the_writing_rank_count_on_all_ranks_and_in_the_master(stage: i
             assert torch.equal(value, torch.full_like(value, 1.5))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_training_goes_on_from_what_was_written(stage: int) -> None:
-    plain, data = make_net(), batches(2)
-
-    def edit(model: nn.Module) -> None:
-        with torch.no_grad():
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+        writing = zeroshard.gathered(model, write_rank=0) if zeroshard.is_sharded(model) else nullcontext()
+        with writing, torch.no_grad():
             model.get_parameter(NAME).mul_(-2)
+        train_steps(model, optimizer, data)
 
-    def body(rank: int):
-        model, optimizer = shard(plain, stage)
-        with zeroshard.gathered(model, write_rank=0):
-            edit(model)
-        for batch in data:
-            step(model, optimizer, split(batch, rank, 2))
-        return full_parameters(model)
-
-    expected = copy.deepcopy(plain)
-    edit(expected)
-    wanted = run_plain(expected, adam, data)
-    for parameters in run_threads(2, body):
-        assert_close(parameters, wanted, 1e-5)
+    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage], relative=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_writing_leaves_the_masters_of_what_was_not_edited_exact(stage: int) -> None:
     """The bf16 values are a rounded copy: taking them back unasked would throw master bits away."""
     plain = make_net()
@@ -626,7 +619,7 @@ def test_writing_leaves_the_masters_of_what_was_not_edited_exact(stage: int) -> 
 
 
 @pytest.mark.parametrize("write_rank", [None, 0])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_an_exception_inside_gathered_frees_and_changes_nothing(stage: int, write_rank: int | None) -> None:
     plain = make_net()
 
@@ -639,14 +632,14 @@ def test_an_exception_inside_gathered_frees_and_changes_nothing(stage: int, writ
             _ = 1 / 0
         assert zeroshard.report(model).total.now == held
         after = full_parameters(model)
-        step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(batches(1)[0], rank, 2))
         return after
 
     for after in run_threads(2, body):
         assert_equal(after, dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_state_dict_taken_inside_gathered_is_plain_and_stays_valid(stage: int) -> None:
     plain = make_net()
 
@@ -656,7 +649,7 @@ def test_a_state_dict_taken_inside_gathered_is_plain_and_stays_valid(stage: int)
             taken = model.state_dict()
         if stage == 3:  # its parameters come and go; where they stay, a state dict follows them as under plain torch
             for batch in batches(2):
-                step(model, optimizer, split(batch, rank, 2))
+                train_step(model, optimizer, split(batch, rank, 2))
         return taken
 
     for taken in run_threads(2, body):
@@ -671,7 +664,7 @@ def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(plain, stage)
         for batch in data:
-            step(model, optimizer, split(batch, rank, 2))
+            train_step(model, optimizer, split(batch, rank, 2))
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     wanted = run_plain(plain, adam, data)
@@ -680,7 +673,7 @@ def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precision: str | None) -> None:
     plain, other = make_net(0), make_net(5)
 
@@ -690,7 +683,7 @@ def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precis
         with zeroshard.gathered(model, write_rank=0):
             model.load_state_dict(state)
         after = full_parameters(model)
-        step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(batches(1)[0], rank, 2))
         return after
 
     for after in run_threads(2, body):
@@ -698,7 +691,7 @@ def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precis
             assert torch.equal(after[name], value.to(after[name].dtype)), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_load_state_dict_says_that_it_rounds_master_weights(stage: int) -> None:
     """`zeroshard.load` does not round them; and what is exact in bf16 loads without a warning."""
     exact = make_net(5).state_dict()
@@ -731,44 +724,39 @@ def test_gathered_refuses_a_plain_module() -> None:
         pass
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int) -> None:
-    plain, data = make_net(), batches(2)
-
-    def body(rank: int):
-        model, optimizer = shard(plain, stage)
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
         for batch in data:
-            net_loss(model, split(batch, rank, 2)).backward()
+            net_loss(model, batch).backward()
             with zeroshard.gathered(model), zeroshard.gathered(model.blocks[0]):
                 model.blocks[0].up.weight.sum()
                 model.get_parameter(NAME).sum()
             optimizer.step()
             optimizer.zero_grad()
-        return full_parameters(model)
 
-    wanted = run_plain(plain, adam, data)
-    for parameters in run_threads(2, body):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"plain_loop": train_steps, "stages": [stage], "relative": 1e-5}
+    assert_same_training(2, make_net(), adam, batches(2), loop, **options)
 
 
 # ------------------------------------------------------------------------------- one parameter's states by name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> None:
     plain, data = make_net(), batches(2)
 
     def body(rank: int):
         model, optimizer = shard(plain, stage)
-        step(model, optimizer, split(data[0], rank, 2))
+        train_step(model, optimizer, split(data[0], rank, 2))
         net_loss(model, split(data[1], rank, 2)).backward()
-        gradients = {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+        gradients = full_gradients(model)
         optimizer.step()
         return gradients, {name: zeroshard.full_state(optimizer, name) for name, _ in model.named_parameters()}
 
     expected = copy.deepcopy(plain)
     optimizer = adam(expected)
-    step(expected, optimizer, data[0])
+    train_step(expected, optimizer, data[0])
     net_loss(expected, data[1]).backward()
     wanted = {name: p.grad.clone() for name, p in expected.named_parameters()}
     optimizer.step()
@@ -791,7 +779,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_right_one() -> None:
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_full_gradient_is_none_before_backward_and_after_zero_grad(stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_close, assert_equal, full_parameters
+from plain import Tensors, adamw, assert_close, assert_equal, full_parameters, masters, sgd, sharded, take_step
 from ranks import run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.comm.collectives import Communicator
@@ -75,10 +74,8 @@ def with_a_rank_that_skips(model: nn.Module, rank: int, step: int) -> torch.Tens
     return model(data(rank, step), skip=step == 2 or (step == 1 and rank == 0))
 
 
-def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = zeroshard.shard(model, optimizer, **{"units": (Layer,), **options})
+def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **options: Any) -> Tensors:
+    model, optimizer = sharded(model, adamw, **{"units": (Layer,), **options})
     for step in range(4):
         for number in range(backwards):
             optimizer.scale(loss(model, rank, step + 7 * number)).backward()
@@ -119,21 +116,16 @@ def test_a_parameter_larger_than_a_bucket_is_reduced_in_parts() -> None:
     assert_equal(found[0], wanted[0])
 
 
-def skipped_on_one_rank(rank: int, model: nn.Module, at: int, **options: Any) -> dict[str, torch.Tensor]:
+def skipped_on_one_rank(rank: int, model: nn.Module, at: int, **options: Any) -> Tensors:
     """On the second of two replicas of two ranks, norms in fp32: one rank packs what the others do not."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"precision": "bf16", "keep_fp32": ("*.norm",), "units": (Layer,), "bucket_size": LARGE, "timeout": 20.0}
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **given, **options)
+    model, optimizer = sharded(model, sgd, mesh=(2, 2), **given, **options)
     for step in range(2):
         x = data(rank, step)
         for number, layer in enumerate(model.layers):
             x = layer(x, skip=rank == 1 and number == at)
-        x.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        take_step(optimizer, x.float().square().mean())
+    return masters(model)
 
 
 @pytest.mark.parametrize(("at", "ring"), [(0, 1), (1, 2), (0, 3)])
@@ -174,9 +166,7 @@ class Reduced:
 
 def one_backward(rank: int, model: nn.Module, skip: bool = False, **options: Any) -> int:
     """The most bytes that the ring had."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, _ = zeroshard.shard(model, optimizer, **{"stage": 3, "units": (Layer,), "bucket_size": LARGE, **options})
+    model, _ = sharded(model, adamw, **{"stage": 3, "units": (Layer,), "bucket_size": LARGE, **options})
     model(data(rank, 0), skip=skip and rank == 0).backward()
     return zeroshard.report(model).memory["buckets", "device"].peak
 
@@ -210,9 +200,7 @@ def opened(planned: StateSizes, packs: bool = True) -> int:
 
 def one_step(rank: int, stage: int) -> int:
     """The most bytes that buckets had."""
-    model: Any = copy.deepcopy(stack())
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(model, optimizer, stage=stage, units=(Layer,), bucket_size=LARGE)
+    model, optimizer = sharded(stack(), sgd, stage=stage, units=(Layer,), bucket_size=LARGE)
     model(data(rank, 0)).backward()
     optimizer.step()
     return zeroshard.report(model).memory["buckets", "device"].peak
@@ -252,18 +240,14 @@ def test_the_ring_has_no_buffers_for_large_gradients_even_where_one_is_missing()
     assert usual[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).transient["buckets"]
 
 
-def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[dict[str, torch.Tensor], int]:
+def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[Tensors, int]:
     """Two backwards of each step are summed inside ``no_sync``; the most bytes that the ring had."""
-    model: Any = copy.deepcopy(stack())
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(model, optimizer, units=(Layer,), stage=stage, bucket_size=bucket_size)
+    model, optimizer = sharded(stack(), sgd, units=(Layer,), stage=stage, bucket_size=bucket_size)
     for step in range(3):
         with zeroshard.no_sync(model):
             for number in range(2):
                 model(data(rank, step + 7 * number), skip=step == 1 and rank == 0).backward()
-        model(data(rank, step + 14)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(data(rank, step + 14)))
     memory = zeroshard.report(model).memory
     return full_parameters(model), memory["buckets", "device"].peak if ("buckets", "device") in memory else 0
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batches, net_loss, split
+from pairs import every_stage
+from plain import batches, mesh_of, net_loss, sgd, sharded, split, take_step
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from zoo import make_net
 
@@ -69,9 +69,7 @@ def trained(model: nn.Module, rank: int, world: int, **options: Any) -> tuple[nn
     parameters = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(parameters, lr=0.1), **options)
     for _ in range(2):
-        model(torch.arange(2) + rank).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.arange(2) + rank).float().square().mean())
     return model, optimizer
 
 
@@ -87,7 +85,7 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_it_is_the_state_dict_of_the_unwrapped_model(stage: int, options: dict[str, Any]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -122,8 +120,8 @@ def test_tensor_parallel_shards_are_put_together() -> None:
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        model, _ = zeroshard.shard(copy.deepcopy(plain), mesh=mesh, tensor_plan=plan)
+        mesh = mesh_of((2, 2), "shard tensor")
+        model, _ = sharded(plain, mesh=mesh, tensor_plan=plan)
         state = zeroshard.state_dict(model, rank=3)
         if rank == 3:
             assert_same(state, plain.state_dict())
@@ -134,8 +132,7 @@ def test_tensor_parallel_shards_are_put_together() -> None:
 
 
 def over_gloo(rank: int) -> dict[str, torch.Tensor]:
-    model = make_net()
-    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
+    model, optimizer = sharded(make_net(), sgd, precision="bf16")
     net_loss(model, split(batches(1)[0], rank, 2)).backward()
     optimizer.step()
     before = zeroshard.report(model).memory["parameters", "device"].now

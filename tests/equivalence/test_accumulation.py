@@ -9,15 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
-from plain import assert_close, assert_same_training, batches, net_loss, split
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage, pairwise
+from plain import (
+    Tensors,
+    assert_close,
+    assert_same_training,
+    batches,
+    clip,
+    full_gradients,
+    full_parameters,
+    net_loss,
+    sgd,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_step,
+)
+from ranks import run_processes, run_threads
 from torch import nn
-from zoo import make_net
+from zoo import built, make_net
 
 import zeroshard
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 Loop = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], None]
 
 
@@ -45,13 +59,6 @@ def accumulate(
         optimizer.zero_grad()
 
 
-def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-    """Clip in the plain way or in ours."""
-    if isinstance(optimizer, zeroshard.ShardedOptimizer):
-        return optimizer.clip_grad_norm_(max_norm)
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
@@ -69,20 +76,12 @@ def test_backwards_sum_to_one_large_batch(world: int, parts: int, silent: bool) 
 
 
 def test_processes_over_gloo_sum_to_one_large_batch() -> None:
-    world = 3
-    plain = copy.deepcopy(net())
-    accumulate(plain, momentum(plain), batches(2, rows=24), parts=1)
-    for stage in (0, 1, 2, 3):
-        for result in run_processes(world, gloo_rank, world, stage):
-            assert_close(result, dict(plain.named_parameters()))
+    options = {"identical": False, "run": run_processes, "bucket_size": 100}
+    assert_same_training(3, net(), momentum, batches(2, rows=24), in_four_parts, **options)
 
 
-def gloo_rank(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
-    model = make_net()
-    model, optimizer = zeroshard.shard(model, momentum(model), stage=stage, bucket_size=100)
-    accumulate(model, optimizer, [split(batch, rank, world) for batch in batches(2, rows=24)], parts=4, silent=True)
-    with zeroshard.gathered(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+def in_four_parts(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+    accumulate(model, optimizer, data, parts=4 if zeroshard.is_sharded(model) else 1, silent=True)
 
 
 def all_inside_no_sync(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -126,9 +125,7 @@ def second_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[t
 def step_without_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """A step when there are none leaves all as it is: no decay, no momentum."""
     for batch in data:
-        net_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch)
         optimizer.step()
 
 
@@ -146,9 +143,7 @@ def zero_between_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, d
     for number, batch in enumerate(data):
         net_loss(model, batch).backward()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
-        net_loss(model, batch.flip(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch.flip(1))
 
 
 def same_graph_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -156,9 +151,7 @@ def same_graph_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: l
     for batch in data:
         loss = net_loss(model, batch)
         loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
 
 
 def forwards_before_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -167,9 +160,7 @@ def forwards_before_backwards(model: nn.Module, optimizer: torch.optim.Optimizer
         first, second = net_loss(model, batch), net_loss(model, batch.flip(1))
         second.backward()
         first.backward()
-        (net_loss(model, batch) + net_loss(model, batch.flip(0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, net_loss(model, batch) + net_loss(model, batch.flip(0)))
 
 
 def clip_then_backward(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -177,9 +168,7 @@ def clip_then_backward(model: nn.Module, optimizer: torch.optim.Optimizer, data:
     for batch in data:
         net_loss(model, batch).backward()
         clip(model, optimizer, 0.05)
-        net_loss(model, batch.flip(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch.flip(1))
 
 
 def clip_step_and_go_on(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
@@ -250,8 +239,7 @@ class Branches(nn.Module):
 
 @functools.cache
 def branches() -> nn.Module:
-    with seeded(5):
-        return nn.ModuleDict({"body": Branches()})
+    return built(lambda: nn.ModuleDict({"body": Branches()}), seed=5)
 
 
 def branch_loss(model: nn.Module, tokens: torch.Tensor, use: str) -> torch.Tensor:
@@ -301,14 +289,12 @@ def test_parameters_without_gradient_are_skipped_and_others_summed(stage: int, p
     plain = copy.deepcopy(branches())
     follow(plain, make_optimizer(plain), PLANS[plan], None)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(branches())
+    def body(rank: int) -> Tensors:
         # Ranks must gather the same units: where they use different branches, one unit holds both.
         units = ("body",) if any("/" in step for step in PLANS[plan]) else ("body.left", "body.right")
-        model, optimizer = zeroshard.shard(model, make_optimizer(model), stage=stage, units=units)
+        model, optimizer = sharded(branches(), make_optimizer, stage=stage, units=units)
         follow(model, optimizer, PLANS[plan], rank)
-        with zeroshard.gathered(model):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return full_parameters(model)
 
     for result in run_threads(2, body):
         assert_close(result, dict(plain.named_parameters()))
@@ -350,8 +336,7 @@ def test_model_zero_grad_clears_or_says_what_does(stage: int, moment: Any, set_t
 
     def body(rank: int) -> str:
         first, second = (split(batch, rank, 2) for batch in data)
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=stage)
+        model, optimizer = sharded(net(), partial(sgd, lr=0.0), stage=stage)
         net_loss(model, first).backward()
         moment(model, optimizer, second)
         try:
@@ -361,7 +346,7 @@ def test_model_zero_grad_clears_or_says_what_does(stage: int, moment: Any, set_t
             return "refused"
         loss = model.kept if moment is after_a_forward else net_loss(model, second)
         loss.backward()
-        gradients = {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+        gradients = full_gradients(model)
         assert_close(gradients, wanted)
         return "cleared"
 
@@ -378,9 +363,8 @@ def traffic(stage: int, parts: int, silent: bool = False) -> dict[str, int]:
     """How many collectives of each kind the third step takes."""
 
     def body(rank: int) -> dict[str, int]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, momentum(model), stage=stage, bucket_size=256)
-        data = [split(batch, rank, 2) for batch in batches(3, rows=24)]
+        model, optimizer = sharded(net(), momentum, stage=stage, bucket_size=256)
+        data = shares(batches(3, rows=24), rank, 2)
         accumulate(model, optimizer, data, parts, silent)
         return {kind: counted.count for kind, counted in zeroshard.report(model).collectives.items()}
 
@@ -402,7 +386,7 @@ def test_partitioned_gradients_are_reduced_by_every_backward(stage: int) -> None
     assert traffic(stage, 4)["reduce-scatter"] == 4 * traffic(stage, 1)["reduce-scatter"] > 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_no_sync_skips_the_reductions_of_all_backwards_inside(stage: int) -> None:
     once, silent = traffic(stage, 1), traffic(stage, 4, silent=True)
     assert silent.get("reduce-scatter") == once.get("reduce-scatter")
@@ -411,9 +395,8 @@ def test_no_sync_skips_the_reductions_of_all_backwards_inside(stage: int) -> Non
 
 def test_no_sync_communicates_nothing_where_parameters_are_replicated() -> None:
     def body(rank: int, stage: int) -> int:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, momentum(model), stage=stage)
-        accumulate(model, optimizer, [split(batch, rank, 2) for batch in batches(2)], 1)
+        model, optimizer = sharded(net(), momentum, stage=stage)
+        accumulate(model, optimizer, shares(batches(2), rank, 2), 1)
         net_loss(model, batches(1)[0])  # the parameters of the step have arrived
         counters = model._zeroshard.engine.comm.counters
         before = {kind: counted.count for kind, counted in counters.current_step.items()}

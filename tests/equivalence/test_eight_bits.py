@@ -5,13 +5,33 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import pairwise
-from plain import adamw_in_groups, assert_close, assert_equal, batches, full_parameters, net_loss, split
+from plain import (
+    Tensors,
+    adamw_in_groups,
+    assert_close,
+    assert_equal,
+    batches,
+    copied,
+    full_parameters,
+    mesh_of,
+    net_loss,
+    of,
+    run_ranks,
+    sgd,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_step,
+    train_steps,
+)
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,14 +65,13 @@ def sent_and_summed(dtype: str | None, values: Sequence[torch.Tensor]) -> torch.
     return sum(received[1:], start=received[0])
 
 
-def train_reference(
-    model: nn.Module, world: int, options: dict[str, Any], steps: int, inner: int = 4
-) -> dict[str, torch.Tensor]:
+def train_reference(model: nn.Module, world: int, options: dict[str, Any], steps: int, inner: int = 4) -> Tensors:
     """Train in one process, with parameters and gradients rounded as if they had been sent.
 
     ``inner``: ranks of a node; gradients are summed inside nodes, and between them.
     """
     residuals: dict[tuple[int, int], torch.Tensor] = {}  # by rank and parameter
+    model = copy.deepcopy(model)
     optimizer, gather_dtype, reduce_wire = (
         adamw_in_groups(model),
         options.get("gather_dtype"),
@@ -75,26 +94,11 @@ def train_reference(
                 total = sent_and_summed(reduce_wire, [sent_and_summed(reduce_wire, node) for node in nodes])
             parameter.grad = total * (1 / world)
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return copied(model)
 
 
-def train(
-    rank: int,
-    world: int,
-    model: nn.Module,
-    options: dict[str, Any],
-    steps: int = 3,
-    mesh: tuple[int, int] | None = None,
-) -> dict[str, torch.Tensor]:
-    model = copy.deepcopy(model)
-    names = ("replicate", "shard")
-    device_mesh = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=names)
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=device_mesh, **options)
-    for batch in batches(steps):
-        net_loss(model, split(batch, rank, world)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model)
+def train(world: int, model: nn.Module, steps: int = 3, **options: Any) -> Tensors:
+    return run_ranks(world, model, adamw_in_groups, batches(steps), **options)
 
 
 @pytest.mark.guarantee("Collectives in 8 bits")
@@ -105,47 +109,35 @@ def train(
 )
 def test_the_numbers_are_those_of_the_stated_rounding(dtype: str, world: int, sends: tuple[str, ...]) -> None:
     model, options = make_net(width=16), dict.fromkeys(sends, dtype)
-    wanted = train_reference(copy.deepcopy(model), world, options, steps=3)
-    plain = train_reference(copy.deepcopy(model), world, {}, steps=3)
+    wanted = train_reference(model, world, options, steps=3)
+    plain = train_reference(model, world, {}, steps=3)
     assert any(not torch.allclose(wanted[name], plain[name], rtol=0, atol=1e-6) for name in wanted)
-    for parameters in run_threads(world, train, world, model, {"stage": 3, **options}):
-        assert_close(parameters, wanted, 1e-6)
+    assert_close(train(world, model, stage=3, **options), wanted)
 
 
 @pytest.mark.parametrize(("stage", "bucket_size"), [(1, 2**25), (2, 256), (3, 2**25)])
 def test_error_feedback_sends_what_was_left_of_the_last_gradient(stage: int, bucket_size: int) -> None:
     model, options = make_net(width=16), {"reduce_wire": "int8", "error_feedback": True}
-    wanted = train_reference(copy.deepcopy(model), 2, options, steps=4)
-    without = train_reference(copy.deepcopy(model), 2, {"reduce_wire": "int8"}, steps=4)
+    wanted = train_reference(model, 2, options, steps=4)
+    without = train_reference(model, 2, {"reduce_wire": "int8"}, steps=4)
     assert any(not torch.allclose(wanted[name], without[name], rtol=0, atol=1e-5) for name in wanted)
-    options |= {"stage": stage, "bucket_size": bucket_size}
-    for parameters in run_threads(2, train, 2, model, options, 4):
-        assert_close(parameters, wanted, 1e-6)
+    assert_close(train(2, model, 4, stage=stage, bucket_size=bucket_size, **options), wanted)
 
 
 def test_gloo_processes_give_the_same_numbers() -> None:
     model, options = make_net(width=16), {"gather_dtype": "int8", "reduce_wire": "int8"}
-    wanted = train_reference(copy.deepcopy(model), 3, options, steps=3)
-    for parameters in run_processes(3, train, 3, model, {"stage": 3, **options}):
-        assert_close(parameters, wanted, 1e-6)
+    wanted = train_reference(model, 3, options, steps=3)
+    assert_close(train(3, model, run=run_processes, stage=3, **options), wanted)
 
 
 @pytest.mark.guarantee("Collectives in 8 bits")
 @pytest.mark.parametrize(("dtype", "precision", "bucket_size"), pairwise(EIGHT_BITS, [None, "bf16"], [2**25, 256]))
 def test_stages_1_to_3_reduce_to_the_same_bits(dtype: str, precision: str | None, bucket_size: int) -> None:
     model = make_net(width=16)
-    runs = [
-        run_threads(
-            2,
-            train,
-            2,
-            model,
-            {"stage": stage, "precision": precision, "reduce_wire": dtype, "bucket_size": bucket_size},
-        )[0]
-        for stage in (1, 2, 3)
-    ]
-    assert_equal(runs[0], runs[1])
-    assert_equal(runs[0], runs[2])
+    options = {"precision": precision, "reduce_wire": dtype, "bucket_size": bucket_size}
+    first, *others = (train(2, model, stage=stage, **options) for stage in (1, 2, 3))
+    for other in others:
+        assert_equal(first, other)
 
 
 @pytest.mark.parametrize(
@@ -163,47 +155,42 @@ def test_stages_1_to_3_reduce_to_the_same_bits(dtype: str, precision: str | None
 def test_options_that_change_no_bits_change_none_here(options: dict[str, Any]) -> None:
     model, sent = make_net(width=16), {"stage": 3, "gather_dtype": "int8", "reduce_wire": "int8"}
     base = {"precision": "bf16", **({"keep_fp32": options["keep_fp32"]} if "keep_fp32" in options else {})}
-    wanted = run_threads(2, train, 2, model, {**sent, **base})[0]
-    assert_equal(run_threads(2, train, 2, model, {**sent, **options})[0], wanted)
+    assert_equal(train(2, model, **sent, **options), train(2, model, **sent, **base))
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("partition", ["full", "hierarchical"])
 def test_gathers_of_two_hops_restore_the_same_bits(partition: str, precision: str | None) -> None:
-    model, options = make_net(width=16), {"stage": 3, "precision": precision, "gather_dtype": "int8"}
-    wanted = run_threads(4, train, 4, model, {**options, "partition": "hybrid"}, 3, (2, 2))
-    found = run_threads(4, train, 4, model, {**options, "partition": partition}, 3, (2, 2))
-    assert_equal(found[3], wanted[0])
+    options = {"stage": 3, "precision": precision, "gather_dtype": "int8", "mesh": (2, 2)}
+    wanted, found = (train(4, make_net(width=16), partition=each, **options) for each in ("hybrid", partition))
+    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("partition", ["full", "hierarchical"])
 def test_reductions_of_two_hops_are_rounded_once_in_each(partition: str, dtype: str) -> None:
     model, options = make_net(width=16), {"gather_dtype": dtype, "reduce_wire": dtype}
-    wanted = train_reference(copy.deepcopy(model), 4, options, steps=3, inner=2)
-    for parameters in run_threads(4, train, 4, model, {"stage": 3, "partition": partition, **options}, 3, (2, 2)):
-        assert_close(parameters, wanted, 1e-6)
+    wanted = train_reference(model, 4, options, steps=3, inner=2)
+    assert_close(train(4, model, stage=3, partition=partition, mesh=(2, 2), **options), wanted)
 
 
 def test_error_feedback_covers_the_first_of_two_hops() -> None:
     model, options = make_net(width=16), {"reduce_wire": "int8", "error_feedback": True}
-    wanted = train_reference(copy.deepcopy(model), 4, options, steps=3, inner=2)
-    for parameters in run_threads(4, train, 4, model, {"stage": 2, "partition": "full", **options}, 3, (2, 2)):
-        assert_close(parameters, wanted, 1e-6)
+    wanted = train_reference(model, 4, options, steps=3, inner=2)
+    assert_close(train(4, model, stage=2, partition="full", mesh=(2, 2), **options), wanted)
 
 
 @pytest.mark.parametrize("partition", ["full", "hierarchical"])
 def test_two_hops_of_gloo_processes(partition: str) -> None:
     model, options = make_net(width=16), {"gather_dtype": "int8", "reduce_wire": "int8"}
-    wanted = train_reference(copy.deepcopy(model), 4, options, steps=3, inner=2)
-    for parameters in run_processes(4, train, 4, model, {"stage": 3, "partition": partition, **options}, 3, (2, 2)):
-        assert_close(parameters, wanted, 1e-6)
+    wanted = train_reference(model, 4, options, steps=3, inner=2)
+    options |= {"stage": 3, "partition": partition, "mesh": (2, 2), "run": run_processes}
+    assert_close(train(4, model, **options), wanted)
 
 
-def train_with_habits(rank: int, model: nn.Module, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def train_with_habits(rank: int, model: nn.Module, options: dict[str, Any]) -> Tensors:
     """Accumulate with no_sync, clip, evaluate, edit between steps, recompute."""
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), **options)
+    model, optimizer = sharded(model, adamw_in_groups, **options)
     for step, batch in enumerate(batches(4)):
         halves = split(batch, rank, 2).chunk(2)
         if step % 2:
@@ -234,7 +221,7 @@ def test_accumulation_clipping_and_edits(sent: dict[str, Any]) -> None:
 
 def unchanged_by_gathers(rank: int, model: nn.Module, folder: Path, options: dict[str, Any]) -> None:
     """Everything that reads values between steps sees the exact ones."""
-    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    exact = copied(model)
     sharded, _ = zeroshard.shard(copy.deepcopy(model), None, stage=3, gather_dtype="int8", **options)
     sharded(batches(1)[0])
     assert_equal(full_parameters(sharded), exact)
@@ -302,16 +289,12 @@ class SumOfWeights(nn.Module):
         return nn.functional.linear(x, (self.one.view(-1) + self.two.view(-1)).view(64, 64))
 
 
-def train_sum(rank: int, stage: int, bucket_size: int) -> dict[str, torch.Tensor]:
-    model = SumOfWeights()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(
-        model, optimizer, stage=stage, reduce_wire="int8", error_feedback=True, bucket_size=bucket_size
+def train_sum(rank: int, stage: int, bucket_size: int) -> Tensors:
+    model, optimizer = sharded(
+        SumOfWeights(), sgd, stage=stage, reduce_wire="int8", error_feedback=True, bucket_size=bucket_size
     )
     for step in range(3):
-        model(torch.linspace(-1, step + rank, 128).view(2, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.linspace(-1, step + rank, 128).view(2, 64)).square().mean())
     return full_parameters(model)
 
 
@@ -334,10 +317,8 @@ class Experts(nn.Module):
 
 def use_experts(rank: int, names: Sequence[str], options: dict[str, Any]) -> list[tuple[float, torch.Tensor]]:
     """Return the norm of all gradients, and that of the weight in use, after each backward. No value changes."""
-    model = Experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     mesh = init_device_mesh("cpu", (2, 2)) if "partition" in options else None
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, reduce_wire="int8", **options)
+    model, optimizer = sharded(Experts(), partial(sgd, lr=0.0), mesh=mesh, reduce_wire="int8", **options)
     found = []
     for name in names:
         (model(torch.linspace(-1, 1 + rank, 14).view(2, 7), name) * (1e3 if name == "one" else 1e-3)).backward()
@@ -363,13 +344,10 @@ def test_error_feedback_waits_for_the_next_gradient_of_a_parameter(options: dict
     assert not torch.equal(always[1][1], always[0][1])
 
 
-def move_feedback(rank: int, model: nn.Module, moves: bool) -> dict[str, torch.Tensor]:
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), stage=2, reduce_wire="int8", error_feedback=True)
+def move_feedback(rank: int, model: nn.Module, moves: bool) -> Tensors:
+    model, optimizer = sharded(model, adamw_in_groups, stage=2, reduce_wire="int8", error_feedback=True)
     for batch in batches(3):
-        net_loss(model, split(batch, rank, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, split(batch, rank, 2))
         if moves:
             zeroshard.offload_states(model)
             assert zeroshard.report(model).memory["error feedback", "device"].now == 0
@@ -385,8 +363,7 @@ def test_error_feedback_is_refused_with_torchs_grad_scaler(stage: int, unscales:
 
     def body(rank: int, error_feedback: bool) -> None:
         options: dict[str, Any] = {"stage": stage, "reduce_wire": "int8", "error_feedback": error_feedback}
-        ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(ours, adamw_in_groups(ours), **options)
+        ours, optimizer = sharded(model, adamw_in_groups, **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         scaler.scale(net_loss(ours, batches(1)[0])).backward()
         if unscales:
@@ -408,20 +385,15 @@ def resume(rank: int, model: nn.Module, folder: Path, options: dict[str, Any]) -
     """Save after two steps; a new model that loads it goes on with the same bits."""
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-        for batch in data:
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, shares(data, rank, 2))
 
-    one = copy.deepcopy(model)
-    one, optimizer = zeroshard.shard(one, adamw_in_groups(one), **options)
+    one, optimizer = sharded(model, adamw_in_groups, **options)
     steps(one, optimizer, batches(4)[:2])
     zeroshard.save(folder / "saved", one, optimizer)
     if options.get("error_feedback"):  # which is not saved: going on after a load is the same in both
         zeroshard.load(folder / "saved", one, optimizer)
     steps(one, optimizer, batches(4)[2:])
-    two = make_net(seed=3, width=16)
-    two, optimizer = zeroshard.shard(two, adamw_in_groups(two), **options)
+    two, optimizer = sharded(make_net(seed=3, width=16), adamw_in_groups, **options)
     zeroshard.load(folder / "saved", two, optimizer)
     steps(two, optimizer, batches(4)[2:])
     assert_equal(full_parameters(two), full_parameters(one))
@@ -444,18 +416,11 @@ class NaNForZero(torch.optim.SGD):
                 parameter.masked_fill_(parameter == 0, math.nan)
 
 
-def train_with_bad_padding(
-    rank: int, model: nn.Module, options: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    model = copy.deepcopy(model)
-    optimizer = NaNForZero(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(
-        model, optimizer, stage=3, gather_dtype="int8", reduce_wire="int8", elementwise=True, **options
+def train_with_bad_padding(rank: int, model: nn.Module, options: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    model, optimizer = sharded(
+        model, of(NaNForZero, lr=0.1), stage=3, gather_dtype="int8", reduce_wire="int8", elementwise=True, **options
     )
-    for batch in batches(2):
-        net_loss(model, split(batch, rank, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, shares(batches(2), rank, 2))
     return full_parameters(model), model(batches(1)[0]).detach().float()
 
 
@@ -481,17 +446,18 @@ def test_what_an_optimizer_makes_of_padding_is_not_sent(options: dict[str, Any])
 def bytes_of_a_step(
     rank: int, mesh: tuple[int, int] | None, options: dict[str, Any]
 ) -> tuple[dict[str, int], int, int, int]:
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
-    names = ("replicate", "shard")
-    device_mesh = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=names)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeroshard.shard(
-        model, optimizer, mesh=device_mesh, stage=3, precision="bf16", units=("0", "1"), prefetch=False, **options
+    model, optimizer = sharded(
+        nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)]),
+        sgd,
+        mesh=mesh,
+        stage=3,
+        precision="bf16",
+        units=("0", "1"),
+        prefetch=False,
+        **options,
     )
     for _ in range(2):
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, 64)).sum())
     report = zeroshard.report(model)
     traffic = {kind: traffic.bytes for kind, traffic in report.collectives.items()}
     kinds = {kind: held for (kind, _), held in report.memory.items()}
@@ -552,8 +518,7 @@ def test_the_report_lists_the_parameters_that_are_not_sent_in_8_bits() -> None:
 
 
 def overflow(rank: int, bad: float, options: dict[str, Any]) -> tuple[float, bool]:
-    model = make_net(width=16)
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), **options)
+    model, optimizer = sharded(make_net(width=16), adamw_in_groups, **options)
     before = full_parameters(model)
     loss = optimizer.scale(net_loss(model, batches(1)[0])) if options["precision"] == "fp16" else None
     loss = net_loss(model, batches(1)[0]) if loss is None else loss
@@ -603,7 +568,7 @@ def test_ranks_that_send_other_8_bits_are_refused(option: str) -> None:
 
 
 def shard_on_hybrid_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of((2, 2))
     with pytest.raises(ValueError, match="use partition='hierarchical' or 'full'"):
         zeroshard.shard(make_net(), None, mesh=mesh, stage=2, reduce_wire="int8")
 

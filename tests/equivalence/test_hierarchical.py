@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, net_loss, run_plain, split, train_steps
-from ranks import run_processes, run_threads, seeded
+from plain import (
+    adam,
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    clipped_steps,
+    full_parameters,
+    masters,
+    mesh_of,
+    net_loss,
+    run_ranks,
+    run_stages,
+    sgd,
+    sharded,
+    sharded_gpt,
+    shares,
+    split,
+    take_step,
+    train_step,
+    train_steps,
+)
+from ranks import run_processes, run_threads
 from rules import Lamb
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zoo import make_net
+from zoo import InOrder, built, make_net
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -25,25 +47,6 @@ PARTITIONS = ["full", "hierarchical"]
 pytestmark = pytest.mark.usefixtures("tried_once")
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
-def train(rank: int, model: nn.Module, shape: tuple[int, ...], options: dict[str, Any], max_norm: float | None = None):
-    world = shape[0] * shape[1]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adam(model), mesh=mesh, **options)
-    norms = []
-    for batch in batches(3):
-        net_loss(model, split(batch, rank, world)).backward()
-        if max_norm is not None:
-            norms.append(optimizer.clip_grad_norm_(max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model), norms
-
-
 @pytest.mark.parametrize(("shape", "bucket_size"), [((2, 2), 2**25), ((2, 2), 128), ((1, 4), 128), ((4, 1), 128)])
 @pytest.mark.parametrize(
     ("stage", "partition"), [(0, "full"), (1, "full"), (2, "full"), (3, "full"), (3, "hierarchical")]
@@ -51,55 +54,28 @@ def train(rank: int, model: nn.Module, shape: tuple[int, ...], options: dict[str
 def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, bucket_size: int) -> None:
     if (stage, partition, shape) == (3, "hierarchical", (4, 1)):
         pytest.skip("parameters cannot be partitioned over one rank: see below")
-    model = make_net()
-    wanted = run_plain(model, adam, batches(3))
-    options = {"stage": stage, "partition": partition, "bucket_size": bucket_size}
-    for parameters, _ in run_threads(4, train, model, shape, options):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"mesh": shape, "partition": partition, "bucket_size": bucket_size}
+    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], relative=1e-5, **options)
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_gloo_processes_give_the_plain_numbers(partition: str) -> None:
-    model = make_net()
-    wanted = run_plain(model, adam, batches(3))
-    for parameters, _ in run_processes(4, train, model, (2, 2), {"stage": 3, "partition": partition}):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"mesh": (2, 2), "partition": partition, "run": run_processes}
+    assert_same_training(4, make_net(), adam, batches(3), stages=[3], relative=1e-5, **options)
 
 
-class SkippingNet(nn.Module):
-    """Blocks of one size, of which a rank may skip one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-        self.skipped = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            x = x if index == self.skipped else block(x)
-        return x
-
-
-def train_skipping(rank: int, model: SkippingNet, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"units": (nn.Sequential,), "timeout": 20, **options}
-    sharded, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
-    model.skipped = 2 if rank == 1 else -1
-    for _ in range(3):
-        sharded(torch.full((1, 8), float(rank))).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(sharded)
+def skip_on_one_rank(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for x in data:
+        take_step(optimizer, model(x, (0, 1, 3) if x[0, 0] == 1 else None).square().sum())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_skip_modules_do_not_mix_up_second_hops(stage: int) -> None:
-    torch.manual_seed(0)
-    model = SkippingNet()
-    wanted = run_processes(4, train_skipping, model, {"stage": stage})[0]
-    for found in run_processes(4, train_skipping, model, {"stage": stage, "partition": "full"}):
-        assert_close(found, wanted, 0)
+    model = built(lambda: InOrder(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    data = [torch.arange(4.0)[:, None].expand(4, 8)] * 3
+    options = {"run": run_processes, "mesh": (2, 2), "stage": stage, "units": (nn.Sequential,), "timeout": 20}
+    wanted = run_ranks(4, model, sgd, data, skip_on_one_rank, **options)
+    assert_equal(run_ranks(4, model, sgd, data, skip_on_one_rank, **options, partition="full"), wanted)
 
 
 @pytest.mark.parametrize("partition", ["hybrid", *PARTITIONS])
@@ -123,11 +99,10 @@ def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, 
     model = make_net(blocks=2)
     wanted = None
     for partition in ["hybrid", *PARTITIONS]:
-        for stage in (2, 3):
-            found = run_threads(4, train, model, (2, 2), {"stage": stage, "partition": partition, **options})
-            wanted = wanted or found[0][0]
-            for parameters, _ in found:
-                assert_close(parameters, wanted, 0)
+        options = {**options, "mesh": (2, 2), "partition": partition}
+        for found in run_stages(4, model, adam, batches(3), stages=(2, 3), **options).values():
+            wanted = wanted or found
+            assert_equal(found, wanted)
 
 
 # ------------------------------------------------------------------------------------------------------------- habits
@@ -138,9 +113,7 @@ def accumulate(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
     for first, second in zip(data[::2], data[1::2], strict=True):
         with zeroshard.no_sync(model):
             net_loss(model, first).backward()
-        net_loss(model, second).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, second)
 
 
 def edit(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -212,23 +185,16 @@ HABITS = [train_steps, accumulate, edit, load_weights, average, evaluate_between
 OPTIONS = [{}, {"precision": "bf16", "offload": "host"}]
 
 
-def run_habit(rank: int, model: nn.Module, habit: Any, make: Any, options: dict[str, Any]):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, make(model), mesh=mesh, stage=3, **options)
-    habit(model, optimizer, [split(batch, rank, 4) for batch in batches(4)])
-    return full_parameters(model)
+def run_habit(habit: Any, make: Any = adam, **options: Any) -> dict[str, torch.Tensor]:
+    return run_ranks(4, make_net(blocks=2), make, batches(4), habit, mesh=(2, 2), stage=3, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["fp32", "bf16, host"])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_of_loops_give_the_bits_of_a_hybrid_mesh(habit: Any, options: dict[str, Any]) -> None:
     """In every habit each partition, with one kind of options, and over all habits each partition with both kinds."""
-    model = make_net(blocks=2)
-    wanted = run_threads(4, run_habit, model, habit, adam, options)[0]
     partition = PARTITIONS[(HABITS.index(habit) + OPTIONS.index(options)) % 2]
-    for found in run_threads(4, run_habit, model, habit, adam, {**options, "partition": partition}):
-        assert_close(found, wanted, 0)
+    assert_equal(run_habit(habit, partition=partition, **options), run_habit(habit, **options))
 
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:
@@ -238,12 +204,11 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 def adam_of_a_half(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of some parameters; the others are frozen or have none."""
     model.embedding.requires_grad_(False)
-    return torch.optim.Adam(model.blocks[1:].parameters(), lr=1e-2)
+    return adam(model.blocks[1:])
 
 
 def two(model: nn.Module) -> list[torch.optim.Optimizer]:
-    parts = model.blocks, nn.ModuleList([model.embedding, model.head])
-    return [torch.optim.Adam(parts[0].parameters(), lr=1e-2), torch.optim.SGD(parts[1].parameters(), lr=0.1)]
+    return [adam(model.blocks), sgd(nn.ModuleList([model.embedding, model.head]))]
 
 
 def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
@@ -256,28 +221,24 @@ def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None
 
 @pytest.mark.parametrize(("make", "habit"), [(lamb, train_steps), (adam_of_a_half, train_steps), (two, step_in_turns)])
 def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit: Any) -> None:
-    model = make_net(blocks=2)
-    wanted = run_threads(4, run_habit, model, habit, make, {})[0]
+    wanted = run_habit(habit, make)
     for partition in PARTITIONS:
-        for found in run_threads(4, run_habit, model, habit, make, {"partition": partition}):
-            assert_close(found, wanted, 0)
+        assert_equal(run_habit(habit, make, partition=partition), wanted)
 
 
 def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
-    with seeded(0):
-        model = GPT(GPTConfig(vocab_size=64, context=8, layers=1, heads=2, width=16))
+    model = built(lambda: GPT(GPTConfig(vocab_size=64, context=8, layers=1, heads=2, width=16)))
+
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:  # updates whole parameters
+        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
     def body(rank: int, partition: str):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
-        ours = copy.deepcopy(model)
-        optimizer = torch.optim.Adafactor(ours.parameters(), lr=1e-2)  # updates whole parameters
-        ours, optimizer = zeroshard.shard(ours, optimizer, mesh=mesh, partition=partition)
+        mesh = mesh_of((2, 2, 2), "replicate shard tensor")
+        ours, optimizer = sharded(model, adafactor, mesh, partition=partition)
         for batch in batches(3, rows=4, length=9, vocabulary=64):
             tokens = split(batch, rank // 2, 4)
-            ours(tokens[:, :-1], tokens[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: zeroshard.full_parameter(ours, name).clone() for name, _ in ours.named_parameters()}
+            take_step(optimizer, ours(tokens[:, :-1], tokens[:, 1:]))
+        return masters(ours)
 
     wanted = run_threads(8, body, "hybrid")[0]
     for partition in PARTITIONS:
@@ -286,12 +247,11 @@ def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
 
 
 def test_gradients_are_clipped_by_the_plain_norm() -> None:
-    model = make_net()
-    wanted = run_threads(4, train, model, (2, 2), {"stage": 3}, 0.5)[0]
+    loop = partial(clipped_steps, max_norm=0.5)
+    options = {"mesh": (2, 2), "stage": 3}
+    wanted = run_ranks(4, make_net(), adam, batches(3), loop, **options)
     for partition in PARTITIONS:
-        for parameters, norms in run_threads(4, train, model, (2, 2), {"stage": 3, "partition": partition}, 0.5):
-            assert norms == pytest.approx(wanted[1], rel=1e-6)
-            assert_close(parameters, wanted[0], 1e-6)
+        assert_close(run_ranks(4, make_net(), adam, batches(3), loop, **options, partition=partition), wanted)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -315,10 +275,8 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
     def body(rank: int, layout: str, is_saved: bool):
         world, shape, options = LAYOUTS[layout]
-        mesh = None if shape is None else init_device_mesh("cpu", shape)
-        ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(ours, adam(ours), mesh=mesh, **options)
-        train_steps(ours, optimizer, [split(batch, rank, world) for batch in batches(2, seed=int(is_saved))])
+        ours, optimizer = sharded(model, adam, mesh=shape, **options)
+        train_steps(ours, optimizer, shares(batches(2, seed=int(is_saved)), rank, world))
         if is_saved:
             zeroshard.save(tmp_path / "saved", ours, optimizer)
         else:
@@ -338,12 +296,7 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
 
 def gpt_report(rank: int, shape: tuple[int, ...], options: dict[str, Any], backwards: int = 1):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"precision": "bf16", "init_fn": lambda module: None, **options}  # zeros do: no number is looked at
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
+    model, optimizer = sharded_gpt(CONFIG, shape, **options)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):
         optimizer.zero_grad()

@@ -2,83 +2,62 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, net_loss, run_plain, split
+from pairs import every_stage
+from plain import (
+    adam,
+    assert_close,
+    assert_same_training,
+    batches,
+    clipped_steps,
+    full_parameters,
+    run_plain,
+    run_rank,
+    sharded,
+    sharded_gpt,
+    train_steps,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zoo import make_net
 
 import zeroshard
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.models.gpt import GPTConfig
 
 STAGES = [0, 1, 2, 3]
 SHAPES = [(2, 2), (1, 4), (4, 1)]
 CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
-def train(rank: int, model: nn.Module, stage: int, shape: tuple[int, ...], max_norm: float | None, options: dict):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, adam(model), mesh=mesh, stage=stage, **options)
-    norms = []
-    for batch in batches(3):
-        net_loss(model, split(batch, rank, 4)).backward()
-        if max_norm is not None:
-            norms.append(optimizer.clip_grad_norm_(max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model), norms, zeroshard.report(model)
-
-
 @pytest.mark.parametrize(("shape", "bucket_size"), [((2, 2), 2**25), ((2, 2), 128), ((1, 4), 128), ((4, 1), 2**25)])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int, ...], bucket_size: int) -> None:
-    model = make_net()
-    wanted = run_plain(model, adam, batches(3))
-    for parameters, _, _ in run_threads(4, train, model, stage, shape, None, {"bucket_size": bucket_size}):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"mesh": shape, "bucket_size": bucket_size}
+    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], relative=1e-5, **options)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
-    model = make_net()
-    wanted = run_plain(model, adam, batches(3))
-    for parameters, _, _ in run_processes(4, train, model, stage, (2, 2), None, {}):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"mesh": (2, 2), "run": run_processes}
+    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], relative=1e-5, **options)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_gradients_on_a_mesh_are_clipped_by_the_plain_norm(stage: int) -> None:
-    model = make_net()
-    plain = copy.deepcopy(model)
-    optimizer = adam(plain)
-    wanted = []
-    for batch in batches(3):
-        net_loss(plain, batch).backward()
-        wanted.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert min(wanted) > 0.5  # each step clips
-    for parameters, norms, _ in run_threads(4, train, model, stage, (2, 2), 0.5, {}):
-        assert norms == pytest.approx(wanted, rel=1e-5)
-        assert_close(parameters, {name: p.detach() for name, p in plain.named_parameters()}, 1e-5)
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> list[float]:
+        norms = clipped_steps(model, optimizer, data, 0.5)
+        assert min(norms) > 0.5  # each step clips
+        return norms
+
+    assert_same_training(4, make_net(), adam, batches(3), loop, stages=[stage], relative=1e-5, mesh=(2, 2))
 
 
 def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"precision": "bf16", "init_fn": lambda module: None}  # zeros do: no number is looked at
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, **options)
+    model, optimizer = sharded_gpt(CONFIG, shape, stage=stage)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):
         optimizer.zero_grad()
@@ -88,7 +67,7 @@ def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_memory_is_the_formula_of_the_inner_axis_and_traffic_adds_the_outer_sum(stage: int, shape) -> None:
     outer, inner = shape
     states = {0: 16, 1: 4 + 12 / inner, 2: 2 + 14 / inner, 3: 14 / inner if inner > 1 else 16}[stage]
@@ -106,8 +85,7 @@ def test_memory_is_the_formula_of_the_inner_axis_and_traffic_adds_the_outer_sum(
 
 def test_writing_rank_counts_along_the_mesh() -> None:
     def body(rank: int, model):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model, _ = zeroshard.shard(copy.deepcopy(model), mesh=mesh, stage=3)
+        model, _ = sharded(model, mesh=(2, 2), stage=3)
         with zeroshard.gathered(model, write_rank=2), torch.no_grad():
             for p in model.parameters():
                 p.fill_(rank)
@@ -123,13 +101,7 @@ def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
     def body(rank: int):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
         job, place = divmod(rank, 2)
-        ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(ours, adam(ours), mesh=mesh, stage=3)
-        for batch in batches(3, seed=job):
-            net_loss(ours, split(batch, place, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_parameters(ours)
+        return run_rank(place, 2, model, adam, batches(3, seed=job), train_steps, {"mesh": mesh, "stage": 3})
 
     wanted = [run_plain(model, adam, batches(3, seed=job)) for job in (0, 1)]
     for rank, parameters in enumerate(run_threads(4, body)):

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, batches, full_parameters, net_loss, run_plain, split, train_steps
+from plain import (
+    Tensors,
+    adam,
+    assert_close,
+    assert_equal,
+    batches,
+    full_parameters,
+    net_loss,
+    run_plain,
+    run_ranks,
+    scaled,
+    sgd,
+    sharded,
+    sharded_gpt,
+    shares,
+    split,
+    take_step,
+    train_steps,
+)
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from zoo import make_net
 
 import zeroshard
@@ -22,24 +40,22 @@ CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
 PARTITIONS = ["hierarchical-gradients", "inner-gradients"]
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+fine_adam = partial(adam, eps=1e-4)
 
 
-def shard(model: nn.Module, shape: tuple[int, ...], make: Any = adam, **options: Any):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    ours = copy.deepcopy(model)
-    return zeroshard.shard(ours, make(ours), mesh=mesh, **options)
-
-
-def train(rank: int, model: nn.Module, shape: tuple[int, ...], backwards: int, options: dict[str, Any]):
-    ours, optimizer = shard(model, shape, **options)
-    for batch in batches(4, rows=24):
-        for micro_batch in split(batch, rank, 4).chunk(backwards):
-            (optimizer.scale(net_loss(ours, micro_batch)) / backwards).backward()
+def in_parts(model: Any, optimizer: Any, data: list[torch.Tensor], backwards: int) -> None:
+    for batch in data:
+        for part in batch.chunk(backwards):
+            (scaled(optimizer, net_loss(model, part)) / backwards).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return full_parameters(ours)
+
+
+def run_parts(backwards: int, model: nn.Module | None = None, **options: Any) -> Tensors:
+    """Train on a mesh of 2 × 2, with so many backwards a step."""
+    loop = partial(in_parts, backwards=backwards)
+    options = {"mesh": (2, 2), "stage": 3, **options}
+    return run_ranks(4, model or make_net(), fine_adam, batches(4, rows=24), loop, **options)
 
 
 LAYOUTS_AND_OPTIONS = [
@@ -57,20 +73,15 @@ LAYOUTS_AND_OPTIONS = [
 @pytest.mark.parametrize("row", range(len(LAYOUTS_AND_OPTIONS)))
 def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
     stage, shape, options = LAYOUTS_AND_OPTIONS[row]
-    model = make_net()
-    wanted = run_plain(model, adam, batches(4, rows=24))
     # with every row both partitions, with each of them one number of backwards
-    options = {"stage": stage, "partition": PARTITIONS[(row + backwards // 2) % 2], **options}
-    for parameters in run_threads(4, train, model, shape, backwards, options):
-        assert_close(parameters, wanted, 1e-5)
+    options = {"stage": stage, "mesh": shape, "partition": PARTITIONS[(row + backwards // 2) % 2], **options}
+    wanted = run_plain(make_net(), fine_adam, batches(4, rows=24))
+    assert_close(run_parts(backwards, **options), wanted, 1e-5)
 
 
 def test_gloo_processes_give_the_plain_numbers() -> None:
-    model = make_net()
-    wanted = run_plain(model, adam, batches(4, rows=24))
-    options = {"stage": 3, "partition": PARTITIONS[0]}
-    for parameters in run_processes(4, train, model, (2, 2), 3, options):
-        assert_close(parameters, wanted, 1e-5)
+    wanted = run_plain(make_net(), fine_adam, batches(4, rows=24))
+    assert_close(run_parts(3, partition=PARTITIONS[0], run=run_processes), wanted, 1e-5)
 
 
 @pytest.mark.guarantee("Partitions of a mesh")
@@ -90,10 +101,9 @@ def test_gloo_processes_give_the_plain_numbers() -> None:
 def test_one_backward_gives_the_bits_of_a_hybrid_mesh(options: dict[str, Any]) -> None:
     """Over two axes of two ranks, sums have one order: inside the inner axis first."""
     model = make_net(blocks=2)
-    wanted = run_threads(4, train, model, (2, 2), 1, {"stage": 3, **options})[0]
+    wanted = run_parts(1, model, **options)
     for stage, partition in [(2, PARTITIONS[1]), (3, PARTITIONS[0]), (3, PARTITIONS[1])]:
-        for found in run_threads(4, train, model, (2, 2), 1, {"stage": stage, "partition": partition, **options}):
-            assert_close(found, wanted, 0)
+        assert_equal(run_parts(1, model, stage=stage, partition=partition, **options), wanted)
 
 
 # ------------------------------------------------------------------------------------------------------------- habits
@@ -122,8 +132,7 @@ def exact_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens[:, :3].float().sub(5).repeat(1, 2)) / 8
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=2.0**-6)
+slow_sgd = partial(sgd, lr=2.0**-6)
 
 
 def accumulate(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -181,18 +190,14 @@ def clear_one(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
     for batch in data:
         exact_loss(model, batch).backward()
         model.blocks[1][0].weight.grad = None
-        exact_loss(model, data[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, exact_loss(model, data[0]))
 
 
 def change_gradients(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
     for batch in data:
         exact_loss(model, batch).backward()
         model.blocks[2][0].bias.grad.mul_(0.5)
-        exact_loss(model, data[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, exact_loss(model, data[1]))
 
 
 def discard(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -200,9 +205,7 @@ def discard(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
         exact_loss(model, data[0]).backward()
         optimizer.zero_grad()
         exact_loss(model, batch).backward()
-        exact_loss(model, data[2]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, exact_loss(model, data[2]))
 
 
 def raise_in_backward(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -225,9 +228,7 @@ def move_states(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
         zeroshard.offload_states(model)
         assert zeroshard.report(model).total.now == 0
         zeroshard.reload_states(model)
-        exact_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, exact_loss(model, batch))
 
 
 HABITS = [
@@ -245,62 +246,54 @@ HABITS = [
 ]
 
 
-def run_habit(rank: int, habit: Any, make: Any, options: dict[str, Any]):
-    model, optimizer = shard(ExactNet(), (2, 2), make, units=[nn.Sequential], **options)
-    habit(model, optimizer, [split(batch, rank, 4) for batch in batches(4)])
-    assert all(grad.inner_sum is None for grad in model._zeroshard.engine.gradients.flat_grads.values())
-    return full_parameters(model)
+def run_habit(habit: Any, make: Any = slow_sgd, **options: Any) -> Tensors:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        habit(model, optimizer, data)
+        assert all(grad.inner_sum is None for grad in model._zeroshard.engine.gradients.flat_grads.values())
+
+    return run_ranks(4, ExactNet(), make, batches(4), loop, mesh=(2, 2), units=[nn.Sequential], **options)
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_of_loops_give_the_bits_of_a_hybrid_mesh(habit: Any) -> None:
     """In every habit each stage and each partition, and over all habits each stage with each partition."""
-    wanted = run_threads(4, run_habit, habit, sgd, {"stage": 3})[0]
+    wanted = run_habit(habit, stage=3)
     for number, options in enumerate(({"stage": 2}, {"stage": 3}, {"stage": 3, "backwards": 4}), HABITS.index(habit)):
-        for found in run_threads(4, run_habit, habit, sgd, {**options, "partition": PARTITIONS[number % 2]}):
-            assert_close(found, wanted, 0)
+        assert_equal(run_habit(habit, partition=PARTITIONS[number % 2], **options), wanted)
 
 
 def two(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(part.parameters(), lr=2.0**-6) for part in (model.blocks[:1], model.blocks[1:])]
+    return [slow_sgd(part) for part in (model.blocks[:1], model.blocks[1:])]
 
 
 def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
     for number, batch in enumerate(data):
         exact_loss(model, batch).backward()
-        exact_loss(model, data[0]).backward()
-        optimizers[number % 2].step()
-        optimizers[number % 2].zero_grad()
+        take_step(optimizers[number % 2], exact_loss(model, data[0]))
     for optimizer in optimizers:
         optimizer.zero_grad()
 
 
 def test_two_optimizers_give_the_bits_of_a_hybrid_mesh() -> None:
-    wanted = run_threads(4, run_habit, step_in_turns, two, {"stage": 3})[0]
+    wanted = run_habit(step_in_turns, two, stage=3)
     for partition in PARTITIONS:
-        for found in run_threads(4, run_habit, step_in_turns, two, {"stage": 3, "partition": partition}):
-            assert_close(found, wanted, 0)
+        assert_equal(run_habit(step_in_turns, two, stage=3, partition=partition), wanted)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("options", [{}, {"offload": "host"}, {"reduce_dtype": "fp32"}], ids=str)
 def test_precisions_and_tiers_accumulate_as_a_hybrid_mesh_does(precision: str, options: dict[str, Any]) -> None:
-    model = make_net()
     # sums over backwards are divided by the number of ranks at the end: the default scale would overflow sooner
-    options = {"stage": 3, "precision": precision, "loss_scale": 2.0**10, **options}
-    wanted = run_threads(4, train, model, (2, 2), 3, options)[0]
+    options = {"precision": precision, "loss_scale": 2.0**10, **options}
     is_first = (precision == "bf16") == ("offload" in options)  # each option, and each precision, with both partitions
-    for found in run_threads(4, train, model, (2, 2), 3, {**options, "partition": PARTITIONS[is_first]}):
-        assert_close(found, wanted, 2e-2)
+    assert_close(run_parts(3, partition=PARTITIONS[is_first], **options), run_parts(3, **options), 2e-2)
 
 
 def test_tiers_do_not_change_a_bit() -> None:
-    model = make_net()
-    options = {"stage": 3, "precision": "bf16", "partition": PARTITIONS[1]}
-    wanted = run_threads(4, train, model, (2, 2), 3, options)[0]
+    options: dict[str, Any] = {"precision": "bf16", "partition": PARTITIONS[1]}
+    wanted = run_parts(3, **options)
     for offload in ("host", {"optimizer": "host", "parameters": "host"}):
-        for found in run_threads(4, train, model, (2, 2), 3, {**options, "offload": offload}):
-            assert_close(found, wanted, 0)
+        assert_equal(run_parts(3, offload=offload, **options), wanted)
 
 
 class Overflowing(nn.Module):
@@ -316,7 +309,7 @@ class Overflowing(nn.Module):
 
 
 def train_with_overflow(rank: int, options: dict[str, Any]):
-    model, optimizer = shard(Overflowing(), (2, 2), precision="fp16", stage=3, **options)
+    model, optimizer = sharded(Overflowing(), fine_adam, (2, 2), precision="fp16", stage=3, **options)
     scales = []
     for number, batch in enumerate(batches(4)):
         for factor in (1.0, 1e6 if number == 2 and rank == 1 else 1.0):
@@ -340,7 +333,7 @@ def test_an_overflow_of_one_rank_skips_the_step(backwards: int | None) -> None:
 
 
 def add_penalty_on_one_rank(rank: int) -> None:
-    model, optimizer = shard(ExactNet(), (2, 2), sgd, units=[nn.Sequential], stage=2, partition=PARTITIONS[0])
+    model, optimizer = sharded(ExactNet(), slow_sgd, (2, 2), units=[nn.Sequential], stage=2, partition=PARTITIONS[0])
     exact_loss(model, split(batches(1)[0], rank, 4)).backward()
     if rank == 1:
         model.blocks[1][0].weight.square().sum().backward()  # in no forward of the model: summed locally
@@ -375,10 +368,8 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
     def body(rank: int, layout: str, is_saved: bool):
         world, shape, options = LAYOUTS[layout]
-        ours = copy.deepcopy(model)
-        mesh = None if shape is None else init_device_mesh("cpu", shape)
-        ours, optimizer = zeroshard.shard(ours, adam(ours), mesh=mesh, **options)
-        data = [split(batch, rank, world) for batch in batches(2, seed=int(is_saved))]
+        ours, optimizer = sharded(model, adam, mesh=shape, **options)
+        data = shares(batches(2, seed=int(is_saved)), rank, world)
         train_steps(ours, optimizer, data)
         net_loss(ours, data[0]).backward()
         if is_saved:
@@ -402,12 +393,7 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
 def gpt_reports(rank: int, options: dict[str, Any], backwards: int):
     """Return a report after the first backward of the fourth step, and one after the step."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"precision": "bf16", "init_fn": lambda module: None, **options}  # zeros do: no number is looked at
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **options)
+    model, optimizer = sharded_gpt(CONFIG, (2, 2), **options)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     reports = []
     for step in range(4):
@@ -466,10 +452,7 @@ def test_gradients_in_8_bits_take_half_the_bytes_in_each_hop() -> None:
 
 @pytest.mark.parametrize("options", [{"reduce_wire": "int8"}, {"reduce_wire": "int8", "error_feedback": True}], ids=str)
 def test_gradients_in_8_bits_train_nearly_as_exact_ones(options: dict[str, Any]) -> None:
-    model = make_net()
-    wanted = run_threads(4, train, model, (2, 2), 3, {"partition": PARTITIONS[0]})[0]
-    for found in run_threads(4, train, model, (2, 2), 3, {"partition": PARTITIONS[0], **options}):
-        assert_close(found, wanted, 5e-2)
+    assert_close(run_parts(3, partition=PARTITIONS[0], **options), run_parts(3, partition=PARTITIONS[0]), 5e-2)
 
 
 def test_what_cannot_be_partitioned_so_is_an_error() -> None:
@@ -477,11 +460,11 @@ def test_what_cannot_be_partitioned_so_is_an_error() -> None:
         for partition in PARTITIONS:
             for stage in (2, 3):
                 with pytest.raises(ValueError, match=r"gradients over the inner axis of the mesh, which has one rank"):
-                    shard(make_net(), (4, 1), partition=partition, stage=stage)
+                    sharded(make_net(), fine_adam, (4, 1), partition=partition, stage=stage)
             with pytest.raises(ValueError, match=r"local_steps=2 averages replicas, and partition='[a-z-]+' has none"):
-                shard(make_net(), (2, 2), partition=partition, local_steps=2)
+                sharded(make_net(), fine_adam, (2, 2), partition=partition, local_steps=2)
         with pytest.raises(ValueError, match=r"on the device.*use partition='inner-gradients' to offload them"):
             offload = {"optimizer": "host", "parameters": "host"}
-            shard(make_net(), (2, 2), partition=PARTITIONS[0], offload=offload, stage=3)
+            sharded(make_net(), fine_adam, (2, 2), partition=PARTITIONS[0], offload=offload, stage=3)
 
     run_threads(4, body)

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import pairwise
-from plain import assert_close, full_parameters
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage, pairwise
+from plain import assert_close, full_parameters, masters, scaled, square_loss, take_step
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zoo import built
 
 import zeroshard
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 HOST, BF16, FP16 = {"offload": "host"}, {"precision": "bf16"}, {"precision": "fp16", "loss_scale": 1024.0}
 PLACES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -50,8 +50,7 @@ class Net(nn.Module):
 
 @functools.cache
 def net() -> nn.Module:
-    with seeded(0):
-        return Net()
+    return built(Net)
 
 
 @functools.cache
@@ -63,10 +62,6 @@ def part(rank: int, world: int, seed: int = 1) -> torch.Tensor:
     return batch(seed).chunk(world)[rank]
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
-
-
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
@@ -75,10 +70,6 @@ def sharded(world: int = 1, make_optimizer: Callable[..., Any] = sgd, **options:
     model = copy.deepcopy(net())
     mesh = init_device_mesh("cpu", (2, world // 2)) if options.pop("hybrid", False) else None
     return zeroshard.shard(model, make_optimizer(model), mesh=mesh, timeout=30.0, **options)
-
-
-def scaled(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
-    return optimizer.scale(loss) if isinstance(optimizer, zeroshard.ShardedOptimizer) else loss
 
 
 def grouped(optimizer: Any) -> list[nn.Parameter]:
@@ -97,7 +88,7 @@ def assert_same_as_plain(loop: Loop, world: int, make_optimizer: Callable[..., A
     def body(rank: int) -> Any:
         model, optimizer = sharded(world, make_optimizer, **options)
         found = loop(model, optimizer, lambda seed=1: part(rank, world, seed))
-        return found, {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return found, masters(model)
 
     near = 0.05 if options.get("precision") else 1e-5
     before = dict(net().named_parameters())
@@ -115,7 +106,7 @@ def by_norm(parameters: Callable[..., Any], **how: Any) -> Loop:
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         norms = []
         for seed in (1, 2):
-            scaled(optimizer, loss_of(model, data(seed))).backward()
+            scaled(optimizer, square_loss(model, data(seed))).backward()
             norms.append(nn.utils.clip_grad_norm_(parameters(model, optimizer), 0.1, **how).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -126,7 +117,7 @@ def by_norm(parameters: Callable[..., Any], **how: Any) -> Loop:
 
 def by_parts(model: Any, optimizer: Any, data: Any) -> list[float]:
     """The norm and the clip apart, over a list of some parameters; and each parameter by itself."""
-    scaled(optimizer, loss_of(model, data())).backward()
+    scaled(optimizer, square_loss(model, data())).backward()
     some = list(model.blocks[1].parameters())
     total = nn.utils.get_total_norm([p.grad for p in some])
     nn.utils.clip_grads_with_norm_(some, 0.1, total)
@@ -138,7 +129,7 @@ def by_parts(model: Any, optimizer: Any, data: Any) -> list[float]:
 
 def by_value(parameters: Callable[..., Any], **how: Any) -> Loop:
     def loop(model: Any, optimizer: Any, data: Any) -> None:
-        scaled(optimizer, loss_of(model, data())).backward()
+        scaled(optimizer, square_loss(model, data())).backward()
         nn.utils.clip_grad_value_(parameters(model, optimizer), 0.01, **how)
         optimizer.step()
 
@@ -146,7 +137,7 @@ def by_value(parameters: Callable[..., Any], **how: Any) -> Loop:
 
 
 def by_our_value(model: Any, optimizer: Any, data: Any) -> None:
-    scaled(optimizer, loss_of(model, data())).backward()
+    scaled(optimizer, square_loss(model, data())).backward()
     if isinstance(optimizer, zeroshard.ShardedOptimizer):
         optimizer.clip_grad_value_(0.01)
     else:
@@ -202,7 +193,7 @@ def test_torchs_clipping_over_a_hybrid_mesh(clip: str, options: dict[str, Any]) 
 def test_the_norm_of_gradients_that_are_not_finite_is_not_finite_on_any_rank(stage: int) -> None:
     def body(rank: int) -> list[bool]:
         model, optimizer = sharded(2, stage=stage)
-        (loss_of(model, part(rank, 2)) * (math.nan if rank == 1 else 1.0)).backward()
+        (square_loss(model, part(rank, 2)) * (math.nan if rank == 1 else 1.0)).backward()
         found = []
         for norm_type in (2.0, math.inf, 1.0):
             found.append(nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type).isfinite().item())
@@ -241,8 +232,8 @@ def test_zero_grad_clears_what_it_would_in_a_plain_model(zero: Any, place: str, 
     def loop(model: Any, optimizer: Any, data: Any) -> list[bool]:
         there = []
         for to_none in (True, False):
-            scaled(optimizer, loss_of(model, data(1))).backward()
-            loss = scaled(optimizer, loss_of(model, data(2)))
+            scaled(optimizer, square_loss(model, data(1))).backward()
+            loss = scaled(optimizer, square_loss(model, data(2)))
             zero(model, optimizer, to_none)
             there += [p.grad is not None for p in model.parameters()]
             loss.backward()
@@ -266,7 +257,7 @@ def test_what_is_in_no_group_is_neither_cleared_nor_clipped(options: dict[str, A
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         found = []
         for _ in range(2):
-            scaled(optimizer, loss_of(model, data())).backward()
+            scaled(optimizer, square_loss(model, data())).backward()
             if isinstance(optimizer, zeroshard.ShardedOptimizer):
                 found.append(optimizer.clip_grad_norm_(0.01).item())
             else:
@@ -288,9 +279,7 @@ def test_a_gradient_put_there_before_the_first_backward_is_cleared(zero: Any, to
     def loop(model: Any, optimizer: Any, data: Any) -> None:
         model.scale.grad = torch.ones(5)
         zero(model, optimizer, to_none)
-        loss_of(model, data()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, square_loss(model, data()))
 
     assert_same_as_plain(loop, 2, stage=stage)
 
@@ -304,7 +293,7 @@ def test_a_gradient_put_there_before_the_first_backward_is_cleared(zero: Any, to
 def test_a_gradient_can_be_read_and_changed(options: dict[str, Any], stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         assert not any(p.grad is not None for p in model.parameters())
-        scaled(optimizer, loss_of(model, data())).backward()
+        scaled(optimizer, square_loss(model, data())).backward()
         weight = model.blocks[0][0].weight
         assert weight.grad.shape == weight.shape and weight.grad.device == weight.device
         found = [weight.grad.abs().max().item(), weight.grad.float().mean().item(), weight.grad[1, 2].item()]
@@ -325,7 +314,7 @@ def test_a_gradient_can_be_read_and_changed(options: dict[str, Any], stage: int)
 def test_what_cannot_be_done_to_a_gradient_in_parts_is_refused_by_name(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(2, stage=stage)
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         gradient = model.scale.grad
         with pytest.raises(RuntimeError, match=r"'scale' is partitioned .* 'cumsum_' .*full_gradient"):
             gradient.cumsum_(0)
@@ -378,7 +367,7 @@ def test_a_gradient_that_only_another_rank_has_made_is_there_on_all(stage: int) 
 def test_gradients_are_seen_inside_gathered(stage: int) -> None:
     def body(rank: int) -> None:
         model, _ = sharded(2, stage=stage)
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         outside = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         with zeroshard.gathered(model):
             inside = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -395,7 +384,7 @@ def with_scaler(model: Any, optimizer: Any, data: Any) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     found = []
     for seed in (1, 2, 3):
-        loss = loss_of(model, data(seed))
+        loss = square_loss(model, data(seed))
         if seed == 2 and torch.equal(data(1)[0], batch()[0]):
             loss = loss * math.inf
         scaler.scale(loss).backward()
@@ -434,7 +423,7 @@ def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, A
     scheduler = torch.optim.lr_scheduler.StepLR(mine, 1)
     model, optimizer = zeroshard.shard(model, mine, stage=stage, **options)
     mine.zero_grad()
-    loss_of(model, batch()).backward()
+    square_loss(model, batch()).backward()
     for use in (mine.step, mine.zero_grad, lambda: nn.utils.clip_grad_norm_(grouped(mine), 1.0)):
         with pytest.raises(RuntimeError, match=r"the optimizer that was passed to zeroshard\.shard"):
             use()
@@ -450,7 +439,7 @@ def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, A
     copy.deepcopy(mine.param_groups)
     before = full_parameters(model)
     model, again = zeroshard.unwrap(model, optimizer)
-    loss_of(model, batch()).backward()
+    square_loss(model, batch()).backward()
     again.step()
     assert again is mine and not torch.equal(model.scale.detach(), before["scale"])
 
@@ -487,7 +476,7 @@ def test_fp16_is_right_whether_the_loss_is_scaled_or_not(scales: bool, options: 
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         norms = []
         for seed in (1, 2, 3):
-            loss = loss_of(model, data(seed))
+            loss = square_loss(model, data(seed))
             (scaled(optimizer, loss) if scales else loss).backward()
             norms.append(model.scale.grad.norm().item())
             optimizer.step()
@@ -502,25 +491,25 @@ def test_fp16_is_right_whether_the_loss_is_scaled_or_not(scales: bool, options: 
 
 def test_a_step_after_a_loss_that_was_not_scaled_warns_once_and_only_if_nobody_scales() -> None:
     model, optimizer = sharded(1, stage=3, **FP16)
-    loss_of(model, batch()).backward()
+    square_loss(model, batch()).backward()
     with pytest.warns(UserWarning, match=r"optimizer\.scale\(loss\)") as found:
         optimizer.step()
     assert [Path(warning.filename) for warning in found] == [Path(__file__)]
     with warnings.catch_warnings(action="error"):
-        loss_of(model, batch()).backward()
+        square_loss(model, batch()).backward()
         optimizer.step()
 
         model, optimizer = sharded(1, stage=3, **FP16)
         optimizer.step()
-        optimizer.scale(loss_of(model, batch())).backward()
+        optimizer.scale(square_loss(model, batch())).backward()
         optimizer.step()
         for scaler in (torch.amp.GradScaler("cpu", init_scale=256.0), None):
             model, optimizer = sharded(1, stage=3, **FP16)
             if scaler is not None:
-                scaler.scale(loss_of(model, batch())).backward()
+                scaler.scale(square_loss(model, batch())).backward()
                 scaler.step(optimizer)
                 continue
-            (loss_of(model, batch()) * 256).backward()
+            (square_loss(model, batch()) * 256).backward()
             for parameter in model.parameters():
                 parameter.grad.div_(256)
             optimizer.step()
@@ -531,7 +520,7 @@ def test_the_scale_may_change_between_backwards_that_are_summed(stage: int) -> N
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
         found = []
         for number in range(3):
-            scaled(optimizer, loss_of(model, data())).backward()
+            scaled(optimizer, square_loss(model, data())).backward()
             if isinstance(optimizer, zeroshard.ShardedOptimizer):
                 optimizer.load_loss_scale([64.0 * 4**number, 0])
             found.append(model.scale.grad.norm().item())
@@ -546,14 +535,14 @@ def test_the_scale_may_change_between_backwards_that_are_summed(stage: int) -> N
 def test_scaled_and_unscaled_losses_are_not_added_up(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(2, stage=stage, **FP16)
-        optimizer.scale(loss_of(model, part(rank, 2))).backward()
+        optimizer.scale(square_loss(model, part(rank, 2))).backward()
         with pytest.raises(RuntimeError, match="and the loss of this backward was not"):
-            loss_of(model, part(rank, 2)).backward()
+            square_loss(model, part(rank, 2)).backward()
         optimizer.zero_grad()
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        optimizer.scale(loss_of(model, part(rank, 2))).backward()
+        optimizer.scale(square_loss(model, part(rank, 2))).backward()
         optimizer.step()
         assert optimizer.loss_scale.item() == 1024.0
 
@@ -564,7 +553,7 @@ def test_scaled_and_unscaled_losses_are_not_added_up(stage: int) -> None:
 def test_a_rank_that_does_not_scale_is_noticed(stage: int) -> None:
     def body(rank: int) -> str:
         model, optimizer = sharded(2, stage=stage, **FP16)
-        loss = loss_of(model, part(rank, 2))
+        loss = square_loss(model, part(rank, 2))
         try:
             (optimizer.scale(loss) if rank else loss).backward()
             optimizer.step()
@@ -587,18 +576,16 @@ def test_learning_rates_that_differ_by_rank_are_refused(make_optimizer: Any, sta
         model, optimizer = sharded(2, make_optimizer, stage=stage)
         for rate in (0.1, 0.2):
             optimizer.param_groups[0]["lr"] = rate
-            loss_of(model, part(rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square_loss(model, part(rank, 2)))
         optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         with pytest.raises(RuntimeError, match=rf"differ between ranks: rank {rank} has .*'lr': {0.1 * (rank + 1)}"):
             optimizer.step()
 
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_a_gradient_of_a_frozen_parameter_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -754,7 +741,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_a_write_into_a_part_of_a_gradient_is_refused_and_changes_nothing(stage: int, options: Any) -> None:
     def body(rank: int) -> None:
         model, _ = sharded(2, stage=stage, **options)
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         weight = model.blocks[1][0].weight
         before = weight.grad.clone()
         for way, write in WRITES.items():
@@ -778,7 +765,7 @@ def test_a_write_into_a_part_of_a_gradient_is_refused_and_changes_nothing(stage:
 
 def _collectives(rank: int) -> None:
     model, optimizer = sharded(2, stage=1)
-    loss_of(model, part(rank, 2)).backward()
+    square_loss(model, part(rank, 2)).backward()
     gradient, full = model.scale.grad, model.scale.grad.clone()
     calls: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(gradient),
@@ -807,7 +794,7 @@ def test_a_collective_over_a_gradient_is_refused() -> None:
 def test_a_gradient_can_be_replaced(options: dict[str, Any], stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> None:
         for seed in (1, 2):
-            scaled(optimizer, loss_of(model, data(seed))).backward()
+            scaled(optimizer, square_loss(model, data(seed))).backward()
             for parameter in model.parameters():
                 parameter.grad *= 0.5
                 parameter.grad += 0.25
@@ -843,11 +830,11 @@ def test_all_gradients_can_be_set_by_hand(stage: int) -> None:
         for seed in (1, 2, 3):
             optimizer.zero_grad()
             if stage == 3:
-                loss_of(model, data(seed)).backward()
+                square_loss(model, data(seed)).backward()
                 gradients = [p.grad.clone() for p in model.parameters()]
                 optimizer.zero_grad()
             else:
-                gradients = torch.autograd.grad(loss_of(model, data(seed)), list(model.parameters()))
+                gradients = torch.autograd.grad(square_loss(model, data(seed)), list(model.parameters()))
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -861,7 +848,7 @@ def test_all_gradients_can_be_set_by_hand(stage: int) -> None:
 def test_a_gradient_of_another_shape_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         model, _ = sharded(2, stage=stage)
-        loss_of(model, part(rank, 2)).backward()
+        square_loss(model, part(rank, 2)).backward()
         for wrong in (torch.ones(1), torch.ones(5, 5), 1.0):
             with pytest.raises(ValueError, match=r"'scale' .* shape \(5,\), got"):
                 model.scale.grad = wrong
@@ -877,7 +864,7 @@ def test_gradients_of_a_forward_that_ran_no_hook_are_those_of_all_ranks(seen: bo
         found = []
         for seed in (1, 2):
             if seen:  # the gradients of a whole forward are there, and were read
-                loss_of(model, data(3)).backward()
+                square_loss(model, data(3)).backward()
                 found.append(model.blocks[0][0].weight.grad.norm().item())
             nn.functional.linear(
                 model.blocks[0][0](data(seed)), model.blocks[1][0].weight.t()
@@ -897,13 +884,11 @@ def test_an_unscaled_autograd_grad_may_come_before_the_scaled_backward(stage: in
     def loop(model: Any, optimizer: Any, data: Any) -> None:
         for seed in (1, 2):
             x = data(seed).clone().requires_grad_()
-            loss = loss_of(model, x)
+            loss = square_loss(model, x)
             (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
-            torch.autograd.grad(loss_of(model, x), x)
+            torch.autograd.grad(square_loss(model, x), x)
             scaled(optimizer, loss).backward()
-            scaled(optimizer, loss_of(model, x.detach() + gradient.sign())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, scaled(optimizer, square_loss(model, x.detach() + gradient.sign())))
 
     for world in (1, 2):
         assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **FP16)
@@ -916,9 +901,7 @@ def test_an_evaluation_with_swapped_weights_does_not_round_masters(stage: int, o
     def body(rank: int, evaluates: bool) -> dict[str, torch.Tensor]:
         model, optimizer = sharded(2, functools.partial(sgd, lr=1e-3), stage=stage, **options)
         for _ in range(10):
-            loss_of(model, part(rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square_loss(model, part(rank, 2)))
             with torch.no_grad():
                 kept = [p.clone() for p in model.parameters()] if evaluates else []
                 for p in model.parameters() if evaluates else ():
@@ -929,7 +912,7 @@ def test_an_evaluation_with_swapped_weights_does_not_round_masters(stage: int, o
                 assert torch.equal(model.scale, halved)
                 for p, q in zip(model.parameters(), kept, strict=False):
                     p.copy_(q)
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     swapped, alone = run_threads(2, body, True)[0], run_threads(2, body, False)[0]
     for name, value in alone.items():
@@ -941,7 +924,7 @@ def _freezes_on_rank_1(rank: int, stage: int, reads: bool) -> str:
     try:
         for step in range(4):
             model.blocks[1][0].bias.requires_grad_(step != 1 or rank != 1)
-            loss_of(model, part(rank, 2)).backward()
+            square_loss(model, part(rank, 2)).backward()
             if reads:
                 model.scale.grad.norm()
             optimizer.step()
@@ -965,8 +948,6 @@ def test_parameters_may_be_frozen_on_all_ranks(stage: int) -> None:
         model, optimizer = sharded(2, stage=stage)
         for step in range(4):
             model.blocks[0].requires_grad_(step != 2)
-            loss_of(model, part(rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square_loss(model, part(rank, 2)))
 
     run_threads(2, body)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
+from pairs import every_stage, pairwise
 from plain import assert_same, backwards_in_reverse, backwards_in_turn, net_loss, token_step, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -192,7 +192,7 @@ def one_of_two(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return first + second
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize("form", [both_at_once, one_after_the_other, one_of_two])
 def test_one_forward_with_two_losses(form: Any, stage: int) -> None:
     assert_same(built(TwoHeads), form, tokens(3, VOCABULARY), stage=stage)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Step, assert_same, decayed, full_parameters, net_loss, numbers, token_step, tokens
+from plain import Step, assert_same, copied, decayed, full_parameters, net_loss, numbers, token_step, tokens
 from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
@@ -25,9 +25,7 @@ class BorrowsFromAfar(Net):
     """Uses parameters of modules that ran long before: the embedding as a second head, the first block's norm."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         x = F.layer_norm(x, x.shape[-1:], self.blocks[0].norm.weight)
         return self.head(x) + x @ self.embedding.weight.T + self.temperature
 
@@ -71,9 +69,7 @@ class KeepsPenalty(Net):
     """Gives its logits back, and keeps a penalty."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         self.penalty = (self.temperature * x).square().mean()
         return self.head(x)
 
@@ -412,7 +408,7 @@ def _three_steps(rank: int, kind: Any, act: Any, sharded: bool) -> dict[str, tor
         act(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)), sharded)
         optimizer.step()
         optimizer.zero_grad()
-    return full_parameters(model) if sharded else {name: p.detach() for name, p in model.named_parameters()}
+    return full_parameters(model) if sharded else copied(model)
 
 
 @pytest.mark.guarantee("Nested calls")

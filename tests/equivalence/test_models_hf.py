@@ -10,7 +10,8 @@ import peft
 import pytest
 import torch
 import transformers
-from plain import assert_same, decayed, numbers, split, tokens
+from pairs import every_stage
+from plain import Tensors, assert_same, decayed, masters, numbers, sharded, split, tokens
 from ranks import run_processes, run_threads
 from torch import nn
 from zoo import built
@@ -72,7 +73,7 @@ def vit() -> nn.Module:
     return built(lambda: transformers.ViTForImageClassification(config))
 
 
-def keyword_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def keyword_step(model: Any, batch: Tensors) -> torch.Tensor:
     loss = model(**batch).loss
     loss.backward()
     return loss
@@ -164,8 +165,7 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
         return said
 
     def body(rank: int) -> list[torch.Tensor]:
-        mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, small_sgd(mine), stage=3, timeout=20)
+        mine, optimizer = sharded(model, small_sgd, stage=3, timeout=20)
         return run(mine, optimizer, rank, 2)
 
     plain = copy.deepcopy(model)
@@ -213,7 +213,7 @@ def lora() -> nn.Module:
     return built(lambda: peft.get_peft_model(gpt2(), config))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_lora_on_a_frozen_base_trains_as_plain(stage: int) -> None:
     assert_same(lora(), language_step, tokens(3, VOCABULARY), stage=stage)
 
@@ -227,7 +227,7 @@ def test_lora_with_checkpointing_trains_as_plain() -> None:
     assert_same(model, language_step, tokens(2, VOCABULARY), stage=3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) -> None:
     model = lora()
     batch = tokens(1, VOCABULARY)[0]
@@ -237,14 +237,13 @@ def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) 
         expected = plain(input_ids=batch).logits
 
     def body(rank: int) -> Any:
-        mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage)
-        before = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
+        mine, optimizer = sharded(model, decayed, stage=stage)
+        before = masters(mine)
         with zeroshard.gathered(mine), torch.no_grad():
             mine.merge_adapter()
             logits = mine(input_ids=batch).logits
             mine.unmerge_adapter()
-        after = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
+        after = masters(mine)
         assert all(torch.equal(after[name], value) for name, value in before.items())
         language_step(mine, split(batch, rank, 2))
         optimizer.step()
@@ -262,8 +261,7 @@ def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(
     assert frozen > 4 * trained
 
     def body(rank: int) -> Any:
-        mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage)
+        mine, optimizer = sharded(model, decayed, stage=stage)
         for batch in tokens(2, VOCABULARY):
             language_step(mine, split(batch, rank, 2))
             optimizer.step()
@@ -298,7 +296,7 @@ class GraphNet(nn.Module):
         return self.head(x)
 
 
-def graph_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def graph_step(model: Any, batch: Tensors) -> torch.Tensor:
     loss = model(batch["nodes"][0], batch["edges"][0]).square().mean()
     loss.backward()
     return loss
@@ -313,10 +311,9 @@ def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
     assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_embeddings_that_are_resized_after_shard_are_refused(stage: int) -> None:
-    model = gpt2()
-    model, _ = zeroshard.shard(model, decayed(model), stage=stage)
+    model, _ = sharded(gpt2(), decayed, stage=stage)
     model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     with pytest.raises(RuntimeError, match=r"the data of 'transformer\.wte\.weight' was replaced after zeroshard"):
         model(tokens(1, VOCABULARY)[0])

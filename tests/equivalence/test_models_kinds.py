@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_stage
 from plain import (
     assert_close,
     assert_same,
+    copied,
     copied_buffers,
     decayed,
     full_parameters,
     numbers,
     split,
+    take_step,
     token_step,
     tokens,
 )
@@ -118,9 +121,7 @@ def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch
         model.train()
         loss = model(x).square().mean()
         outputs += [buffer.clone() for buffer in model.buffers()]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         model.eval()
         with torch.inference_mode() if number % 2 else torch.no_grad():
             outputs.append(model(x).clone())
@@ -136,7 +137,7 @@ def modes_sharded(rank: int, world: int, model: nn.Module, batches: list[torch.T
 def modes_ddp(rank: int, world: int, model: nn.Module, batches: list[torch.Tensor]) -> Any:
     wrapped = DistributedDataParallel(model)
     outputs = modes(wrapped, decayed(model), rank, world, batches)
-    return outputs, {n: p.detach() for n, p in model.named_parameters()}, copied_buffers(model)
+    return outputs, copied(model), copied_buffers(model)
 
 
 def hooked_gradients(rank: int, world: int, model: nn.Module, batch: torch.Tensor, stage: int | None) -> Any:
@@ -155,7 +156,7 @@ def hooked_gradients(rank: int, world: int, model: nn.Module, batch: torch.Tenso
     return seen, {name: read(name) for name in names}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_hooks_of_parameters_see_and_change_what_they_do_under_ddp(stage: int) -> None:
     model, batch = built(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))), numbers(1, 6, 4)[0]
     theirs = run_processes(2, hooked_gradients, 2, model, batch, None)

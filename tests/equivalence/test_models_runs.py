@@ -9,6 +9,7 @@ import pytest
 import torch
 from pairs import pairwise
 from plain import (
+    Tensors,
     assert_close,
     assert_same,
     copied,
@@ -16,7 +17,9 @@ from plain import (
     full_parameters,
     net_loss,
     numbers,
+    sharded,
     split,
+    take_step,
     token_step,
     tokens,
 )
@@ -161,13 +164,9 @@ def play(maker: Any, judge: Any, make: Any, judging: Any, noise: torch.Tensor, t
     """One round: the judge learns from true and made rows, then the maker learns through the judge."""
     made = maker(noise)
     caught = F.softplus(judge(made.detach())).mean() + F.softplus(-judge(true)).mean()
-    caught.backward()
-    judging.step()
-    judging.zero_grad()
+    take_step(judging, caught)
     fooled = F.softplus(-judge(made)).mean()
-    fooled.backward()
-    make.step()
-    make.zero_grad()
+    take_step(make, fooled)
     judging.zero_grad()  # what went through it on the way to the maker
     return [caught.item(), fooled.item()]
 
@@ -177,7 +176,7 @@ def test_two_sharded_models_train_against_each_other(stages: tuple[int, int]) ->
     models = built(adversaries)
     data = list(zip(numbers(3, 6, 4), numbers(3, 6, 5, seed=7), strict=True))
 
-    def body(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    def body(rank: int) -> tuple[list[list[float]], Tensors]:
         mine = copy.deepcopy(models)
         maker, make = zeroshard.shard(mine["maker"], decayed(mine["maker"]), stage=stages[0], timeout=20)
         judge, judging = zeroshard.shard(mine["judge"], decayed(mine["judge"]), stage=stages[1], timeout=20)
@@ -202,14 +201,11 @@ def test_a_sharded_teacher_without_optimizer_and_its_student(stage: int) -> None
     def distil(teacher: Any, student: Any, optimizer: Any, ids: torch.Tensor) -> None:
         with torch.no_grad():
             wanted = teacher(ids)
-        F.mse_loss(student(ids), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, F.mse_loss(student(ids), wanted))
 
-    def body(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        master, _ = zeroshard.shard(copy.deepcopy(teacher), stage=stage, timeout=20)
-        mine = copy.deepcopy(student)
-        mine, optimizer = zeroshard.shard(mine, decayed(mine), stage=stage, timeout=20)
+    def body(rank: int) -> tuple[Tensors, Tensors]:
+        master, _ = sharded(teacher, stage=stage, timeout=20)
+        mine, optimizer = sharded(student, decayed, stage=stage, timeout=20)
         for batch in data:
             distil(master, mine, optimizer, split(batch, rank, 2))
         return full_parameters(master), full_parameters(mine)

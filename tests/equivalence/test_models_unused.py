@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from plain import adamw, assert_close, assert_same, decayed, full_parameters, split, tokens, train_rank
+from pairs import every_stage
+from plain import (
+    Tensors,
+    adamw,
+    assert_close,
+    assert_same,
+    copied,
+    decayed,
+    full_parameters,
+    sharded,
+    split,
+    tokens,
+    train_rank,
+)
 from ranks import RanksFailed, run_threads
 from torch import nn
 from torch.nn import functional as F
@@ -27,7 +39,7 @@ class Branching(Net):
         self.never = nn.Linear(7, 7)
         self.blocks[0].spare = nn.Parameter(torch.ones(5))
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Tensors) -> torch.Tensor:
         x = self.embedding(batch["ids"])
         for block, side in zip(self.blocks, self.side, strict=True):
             if batch["run"].any():
@@ -37,20 +49,20 @@ class Branching(Net):
         return self.head(x) * self.temperature + self.nothing.sum()
 
 
-def branching_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def branching_step(model: Any, batch: Tensors) -> torch.Tensor:
     loss = F.cross_entropy(model(batch).flatten(0, 1), batch["ids"].flatten())
     loss.backward()
     return loss
 
 
-def branching_batches(run: list[list[int]], use: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+def branching_batches(run: list[list[int]], use: list[list[int]]) -> list[Tensors]:
     """Batches with each rank's flags at each step."""
     ids = tokens(len(run), VOCABULARY)
     flags = zip(ids, run, use, strict=True)
     return [{"ids": i, "run": torch.tensor(r).bool(), "use": torch.tensor(u).bool()} for i, r, u in flags]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize("make_optimizer", [decayed, adamw])
 def test_a_branch_that_changes_from_step_to_step(make_optimizer: Any, stage: int) -> None:
     """The plain optimizer skips what got no gradient: no decay, no momentum, no step counted. So does ours."""
@@ -59,14 +71,13 @@ def test_a_branch_that_changes_from_step_to_step(make_optimizer: Any, stage: int
     assert_same(built(Branching), branching_step, batches, stage=stage, make=make_optimizer, whole=False)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_parameters_unused_everywhere_keep_their_values_and_have_no_state(stage: int) -> None:
     model = built(Branching)
     batches = branching_batches(run=[[1, 1]] * 2, use=[[0, 0]] * 2)
 
-    def body(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None], list[dict[str, Any]]]:
-        mine = copy.deepcopy(model)
-        mine, optimizer = zeroshard.shard(mine, adamw(mine), stage=stage, timeout=20)
+    def body(rank: int) -> tuple[Tensors, list[torch.Tensor | None], list[dict[str, Any]]]:
+        mine, optimizer = sharded(model, adamw, stage=stage, timeout=20)
         unused = [n for n, _ in mine.named_parameters() if n.startswith(("side", "never")) or n.endswith("spare")]
         for batch in batches:
             optimizer.zero_grad()
@@ -76,7 +87,7 @@ def test_parameters_unused_everywhere_keep_their_values_and_have_no_state(stage:
         states = [zeroshard.full_state(optimizer, name) for name in unused]
         return {n: p for n, p in full_parameters(mine).items() if n in unused}, gradients, states
 
-    before = {name: p.detach() for name, p in model.named_parameters()}
+    before = copied(model)
     for parameters, gradients, states in run_threads(2, body):
         assert len(parameters) == 2 * 5 + 2 + 1
         assert_close(parameters, {name: before[name] for name in parameters}, 0.0)
@@ -84,7 +95,7 @@ def test_parameters_unused_everywhere_keep_their_values_and_have_no_state(stage:
         assert not any(states)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize("world", [2, 3])
 def test_outputs_used_on_one_rank_only_are_averaged_over_all(stage: int, world: int) -> None:
     """The side blocks run on all ranks; each step another rank's loss depends on them."""
@@ -108,7 +119,7 @@ class Inside(Net):
         super().__init__()
         self.blocks = nn.ModuleList(self.Branch() for _ in range(3))
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Tensors) -> torch.Tensor:
         x = self.embedding(batch["ids"])
         for block in self.blocks:
             x = block(x, batch["run"].any())

@@ -8,22 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_stage
 from plain import (
+    Tensors,
+    adam,
     assert_close,
     assert_equal,
     assert_same_training,
     batches,
     full_parameters,
+    momentum,
     net_loss,
-    run_plain,
-    run_rank,
     run_stages,
-    split,
+    sgd,
+    sharded,
+    shares,
+    square_steps,
+    train_losses,
     train_steps,
 )
-from ranks import run_processes, run_threads, seeded
+from ranks import run_processes, run_threads
 from torch import nn
-from zoo import make_net
+from zoo import built, make_net
 
 import zeroshard
 
@@ -72,7 +78,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 # One of each kind of state: tensors alone, tensors and a counter that is a tensor, a counter that is a plain number.
 KINDS = ("SGD with momentum", "AdamW fused", "Lion")
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 STEPS = 3  # the first notes the order of the units, the second prefetches by it, the third starts from its states
 
 
@@ -104,8 +109,7 @@ class Odd(nn.Module):
 
 @functools.cache
 def odd() -> Odd:
-    with seeded(3):
-        return Odd()
+    return built(Odd, seed=3)
 
 
 @functools.cache
@@ -140,13 +144,7 @@ def test_a_rank_that_owns_nothing_takes_part(kind: str) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
     data = [batch.float() for batch in batches(STEPS)]
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-        for batch in data:
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_training(4, model, of_all(kind), data, loop)
+    assert_same_training(4, model, of_all(kind), data, square_steps)
 
 
 @pytest.mark.parametrize("kind", ["SGD with momentum", "AdamW fused"])
@@ -163,46 +161,28 @@ def test_options_of_speed_and_memory_change_no_number(options: dict[str, Any]) -
 
 
 @functools.cache
-def run_by_default() -> dict[int, dict[str, torch.Tensor]]:
+def run_by_default() -> dict[int, Tensors]:
     return run_stages(2, net(), of_all("Adam"), batches(STEPS), bucket_size=100)
 
 
 def test_losses_are_those_of_the_plain_run() -> None:
     def body(rank: int) -> list[float]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, of_all("AdamW")(model))
-        return train_steps(model, optimizer, [split(batch, rank, 3) for batch in batches(STEPS)])
+        model, optimizer = sharded(net(), of_all("AdamW"))
+        return train_losses(model, optimizer, shares(batches(STEPS), rank, 3))
 
     model = copy.deepcopy(net())
-    plain = train_steps(model, of_all("AdamW")(model), batches(STEPS))
+    plain = train_losses(model, of_all("AdamW")(model), batches(STEPS))
     mean = [sum(of_ranks) / 3 for of_ranks in zip(*run_threads(3, body), strict=True)]
     assert mean == pytest.approx(plain, rel=1e-6)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-@pytest.mark.parametrize(("make_optimizer", "world"), [(fused_adamw, 2), (sgd, 3)])
+@pytest.mark.parametrize(("make_optimizer", "world"), [(fused_adamw, 2), (momentum, 3)])
 def test_processes_over_gloo_equal_the_plain_run(make_optimizer: Any, world: int) -> None:
-    plain = run_plain(net(), make_optimizer, batches(STEPS))
-    results = {}
-    for stage in (0, 1, 2, 3):
-        first, *others = run_processes(world, gloo_rank, world, stage, make_optimizer)
-        for other in others:
-            assert_equal(other, first)
-        assert_close(first, plain)
-        results[stage] = first
-    assert_equal(results[2], results[1])
-    assert_equal(results[3], results[1])
-
-
-def gloo_rank(rank: int, world: int, stage: int, make_optimizer: Any) -> dict[str, torch.Tensor]:
-    return run_rank(rank, world, net(), make_optimizer, batches(STEPS), stage=stage, bucket_size=100)
+    assert_same_training(world, net(), make_optimizer, batches(STEPS), run=run_processes, bucket_size=100)
 
 
 # ------------------------------------------------------------------------------------ groups, schedulers, closures
@@ -385,9 +365,8 @@ def test_the_state_dict_is_the_plain_optimizers_and_travels_both_ways(kind: str,
     plain = dict(model.named_parameters())
 
     def body(rank: int, stage: int) -> None:
-        parts = [split(batch, rank, 2) for batch in data]
-        model = copy.deepcopy(base())
-        model, optimizer = zeroshard.shard(model, make(model), stage=stage, bucket_size=100)
+        parts = shares(data, rank, 2)
+        model, optimizer = sharded(base(), make, stage=stage, bucket_size=100)
         clear_all_loop(model, optimizer, parts[:half])
         ours = optimizer.state_dict()
         assert_state_dicts_close(ours, half_state)
@@ -398,8 +377,7 @@ def test_the_state_dict_is_the_plain_optimizers_and_travels_both_ways(kind: str,
         clear_all_loop(back, back_optimizer, data[half:])
         assert_close(dict(back.named_parameters()), plain)
 
-        there = copy.deepcopy(halfway)  # the plain one's into ours
-        there, there_optimizer = zeroshard.shard(there, make(there), stage=stage, bucket_size=100)
+        there, there_optimizer = sharded(halfway, make, stage=stage, bucket_size=100)
         there_optimizer.load_state_dict(copy.deepcopy(half_state))
         clear_all_loop(there, there_optimizer, parts[half:])
         assert_close(full_parameters(there), plain)
@@ -413,8 +391,7 @@ def test_no_two_parameters_share_a_tensor_in_the_state_dict(world: int) -> None:
     """A plain optimizer takes loaded counters as they are: shared ones would count every parameter's steps."""
 
     def body(rank: int) -> None:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, of_all("Adam")(model))
+        model, optimizer = sharded(net(), of_all("Adam"))
         train_steps(model, optimizer, batches(1))
         tensors = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         assert len({id(tensor) for tensor in tensors}) == len(tensors) > 3
@@ -425,8 +402,7 @@ def test_no_two_parameters_share_a_tensor_in_the_state_dict(world: int) -> None:
 @every_stage
 def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: int) -> None:
     def body(rank: int) -> dict[str, Any]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, of_all("Adam")(model), stage=stage)
+        model, optimizer = sharded(net(), of_all("Adam"), stage=stage)
         train_steps(model, optimizer, batches(2))
         return zeroshard.full_state(optimizer, "nothing")
 
@@ -439,9 +415,8 @@ def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: in
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
     def body(rank: int) -> list[float]:
-        model = copy.deepcopy(net())
         saved = torch.optim.Adam(copy.deepcopy(net()).parameters(), lr=0.125).state_dict()
-        _, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=stage)
+        _, optimizer = sharded(net(), partial(adam, lr=1.0), stage=stage)
         optimizer.load_state_dict(saved)
         return [group["lr"] for group in optimizer.inner.param_groups]
 
@@ -449,9 +424,8 @@ def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
 
 
 def test_a_state_dict_of_other_groups_is_refused() -> None:
-    model = make_net()
     other = torch.optim.Adam(nn.Linear(2, 2).parameters()).state_dict()
-    _, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()))
+    _, optimizer = sharded(make_net(), adam)
     with pytest.raises(ValueError, match="groups of"):
         optimizer.load_state_dict(other)
 
@@ -512,9 +486,8 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
     gradients = {name: p.grad for name, p in model.named_parameters()}
 
     def body(rank: int) -> None:
-        parts = [split(batch, rank, 3) for batch in data]
-        model = copy.deepcopy(base())
-        model, optimizer = zeroshard.shard(model, of_all("Adam")(model), stage=stage, bucket_size=100)
+        parts = shares(data, rank, 3)
+        model, optimizer = sharded(base(), of_all("Adam"), stage=stage, bucket_size=100)
         assert all(zeroshard.full_gradient(model, name) is None for name in gradients)
         train_steps(model, optimizer, parts[:-1])
         net_loss(model, parts[-1]).backward()
@@ -532,9 +505,8 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
 def test_gradients_that_happen_to_be_neighbours_in_memory_are_not_taken_for_one_tensor() -> None:
     """An allocator may place two of them without a gap; the master they update is one stretch."""
 
-    def train(move: bool) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, sgd(model), precision="bf16", reduce_dtype="fp32")
+    def train(move: bool) -> Tensors:
+        model, optimizer = sharded(net(), momentum, precision="bf16", reduce_dtype="fp32")
         net_loss(model, batches(1)[0]).backward()
         zeroshard.full_gradient(model, "head.weight")  # all gradients are reduced
         gradients = model._zeroshard.engine.gradients.flat_grads.values()
@@ -581,8 +553,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_an_optimizer_that_is_sharded_already_is_refused() -> None:
-    model = make_net()
-    _, optimizer = zeroshard.shard(model, sgd(model))
+    _, optimizer = sharded(make_net(), sgd)
     with pytest.raises(ValueError, match="belongs to a sharded model already"):
         zeroshard.shard(make_net(), optimizer)
 

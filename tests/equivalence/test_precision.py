@@ -8,18 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, split
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage, pairwise
+from plain import (
+    Tensors,
+    adam,
+    assert_close,
+    assert_equal,
+    batches,
+    copied,
+    full_parameters,
+    masters,
+    net_loss,
+    sgd,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_step,
+    train_steps,
+)
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from zoo import Block, Net, make_net
+from zoo import Block, Net, built, make_net
 
 import zeroshard
 from zeroshard.optim import loss_scale as loss_scale_module
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 3
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -85,8 +101,7 @@ class Reference:
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: float | None) -> None:
     reference = Reference(net(), OPTIMIZERS[kind], torch.bfloat16)
-    model = copy.deepcopy(net())
-    model, optimizer = zeroshard.shard(model, OPTIMIZERS[kind](model), precision="bf16")
+    model, optimizer = sharded(net(), OPTIMIZERS[kind], precision="bf16")
     for batch in batches(STEPS):
         net_loss(model, batch).backward()
         gradients = [gradient.float() for gradient in reference.gradients(batch)]
@@ -106,12 +121,9 @@ def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_fp16_on_one_rank_equals_the_reference_bit_for_bit(kind: str) -> None:
     reference = Reference(net(), OPTIMIZERS[kind], torch.float16)
-    model = copy.deepcopy(net())
-    model, optimizer = zeroshard.shard(model, OPTIMIZERS[kind](model), precision="fp16", loss_scale=256.0)
+    model, optimizer = sharded(net(), OPTIMIZERS[kind], precision="fp16", loss_scale=256.0)
     for batch in batches(STEPS):
-        optimizer.scale(net_loss(model, batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, optimizer.scale(net_loss(model, batch)))
         reference.step([gradient.float() / 256 for gradient in reference.gradients(batch, 256.0)])
     assert optimizer.loss_scale.item() == 256.0
     reference.assert_equals(model)
@@ -128,13 +140,9 @@ def test_gradients_are_summed_in_the_reduce_dtype(stage: int, reduce_dtype: Any)
         reference.step([(a.to(dtype) + b.to(dtype)) * 0.5 for a, b in zip(first, second, strict=True)])
 
     def body(rank: int) -> None:
-        model = copy.deepcopy(net())
         options = {"stage": stage, "precision": "bf16", "reduce_dtype": reduce_dtype, "bucket_size": 100}
-        model, optimizer = zeroshard.shard(model, adamw(model), **options)
-        for batch in batches(STEPS):
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = sharded(net(), adamw, **options)
+        train_steps(model, optimizer, shares(batches(STEPS), rank, 2))
         reference.assert_equals(model)
 
     run_threads(2, body)
@@ -145,8 +153,7 @@ def test_gradients_are_summed_in_the_reduce_dtype(stage: int, reduce_dtype: Any)
 def test_several_backwards_sum_in_the_reduce_dtype(silent: bool, reduce_dtype: str) -> None:
     dtype = torch.float32 if reduce_dtype == "fp32" else torch.bfloat16
     reference = Reference(net(), adamw, torch.bfloat16)
-    model = copy.deepcopy(net())
-    model, optimizer = zeroshard.shard(model, adamw(model), precision="bf16", reduce_dtype=reduce_dtype)
+    model, optimizer = sharded(net(), adamw, precision="bf16", reduce_dtype=reduce_dtype)
     for batch in batches(STEPS):
         total = [torch.zeros_like(parameter, dtype=dtype) for parameter in reference.master.parameters()]
         for part in batch.chunk(4):
@@ -173,9 +180,8 @@ def train(
     **options: Any,
 ) -> Any:
     """Parameters in computation, the master's, the optimizer's states and the norms of a short run."""
-    model = copy.deepcopy(net())
     options |= {"stage": stage, "precision": precision, "bucket_size": 100}
-    model, optimizer = zeroshard.shard(model, OPTIMIZERS[kind](model), **options)
+    model, optimizer = sharded(net(), OPTIMIZERS[kind], **options)
     norms = []
     for batch in batches(STEPS):
         optimizer.scale(net_loss(model, split(batch, rank, world))).backward()
@@ -229,8 +235,12 @@ def test_16_bits_train_about_as_fp32(precision: str, stage: int) -> None:
 
 def memory(rank: int, stage: int, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of each state at rest, after a step, before zero_grad."""
-    model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False))
-    model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), fused=True), stage=stage, **options)
+    model, optimizer = sharded(
+        nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False)),
+        partial(adam, fused=True),
+        stage=stage,
+        **options,
+    )
     optimizer.scale(model(torch.ones(2, 128)).float().square().mean()).backward()
     optimizer.step()
     kinds = ("parameters", "gradients", "master weights", "optimizer states")
@@ -299,8 +309,7 @@ def is_norm(name: str) -> bool:
 @every_stage
 def test_what_is_kept_in_fp32_is_and_the_rest_is_not(stage: int, keep: Any, kept: Callable[[str], bool]) -> None:
     def body(rank: int) -> dict[str, torch.dtype]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="bf16", keep_fp32=keep)
+        model, optimizer = sharded(net(), adamw, stage=stage, precision="bf16", keep_fp32=keep)
         net_loss(model, batches(1)[0]).backward()
         optimizer.step()
         return dtypes(model)
@@ -325,9 +334,7 @@ def test_kept_modules_compute_in_fp32_bit_for_bit_as_by_hand(keep: Any) -> None:
             parameter.copy_(dict(model.named_parameters())[name])  # not by way of 16 bits
     model, optimizer = zeroshard.shard(model, adamw(model), precision="bf16", keep_fp32=keep)
     for batch in batches(STEPS):
-        net_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch)
         reference.step(reference.gradients(batch))
     reference.assert_equals(model)
 
@@ -336,8 +343,7 @@ def test_batch_norms_stay_in_fp32() -> None:
     base = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
 
     def body(rank: int, stage: int) -> None:
-        model = copy.deepcopy(base)
-        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="bf16")
+        model, optimizer = sharded(base, adamw, stage=stage, precision="bf16")
         output = model(torch.linspace(-1, 1, 32).reshape(2, 1, 4, 4))
         assert output.dtype == torch.bfloat16
         output.float().sum().backward()
@@ -357,7 +363,7 @@ def test_floating_point_inputs_are_cast_unless_that_is_off(cast: bool, seen: tor
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
 
-        def forward(self, x: torch.Tensor, *, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, *, more: Tensors) -> torch.Tensor:
             self.seen = x.dtype, more["float"].dtype, more["int"].dtype
             return (x * self.weight).sum()
 
@@ -395,17 +401,14 @@ def test_layers_that_are_given_other_floats_inside_the_model_cast_them(
 ) -> None:
     plain = Widens()
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model: Any = copy.deepcopy(plain)
+    def body(rank: int) -> Tensors:
         options = {"stage": stage, "precision": precision, "loss_scale": 64.0, "cast_inputs": cast}
         options["units"] = (Widens.Block,)
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+        model, optimizer = sharded(plain, partial(sgd, lr=0.01), **options)
         for _ in range(2):
             loss = model(torch.linspace(-1, 1, 12).view(2, 6)).float().square().sum()
             loss = loss + model.head(torch.ones(2, 6)).float().sum()  # by itself, with fp32
-            optimizer.scale(loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, optimizer.scale(loss))
         table = torch.float32 if cast == "model" else getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
         assert set(model.first.seen + model.second.seen) == {table}
         return {name: p.detach() for name, p in zeroshard.unwrap(model).named_parameters()}
@@ -413,12 +416,11 @@ def test_layers_that_are_given_other_floats_inside_the_model_cast_them(
     found = run_threads(2, body)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for _ in range(2):
-        loss = plain(torch.linspace(-1, 1, 12).view(2, 6)).square().sum() + plain.head(torch.ones(2, 6)).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(
+            optimizer, plain(torch.linspace(-1, 1, 12).view(2, 6)).square().sum() + plain.head(torch.ones(2, 6)).sum()
+        )
     for values in found:
-        wanted = {name: p.detach() for name, p in plain.named_parameters()}
+        wanted = copied(plain)
         torch.testing.assert_close(values, wanted, rtol=0, atol=1e-3)
 
 
@@ -451,11 +453,9 @@ class Timed(nn.Module):
 def timed_losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
     losses = []
     for step in range(3):
-        loss = model(torch.linspace(-1, 1 + step + rank, 12).view(2, 6)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(
+            take_step(optimizer, model(torch.linspace(-1, 1 + step + rank, 12).view(2, 6)).float().square().mean())
+        )
     return losses
 
 
@@ -467,18 +467,16 @@ def beside_fsdp2(rank: int) -> None:
     wanted = timed_losses(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     for stage in (0, 3):
-        ours: Any = timed()
         options: dict[str, Any] = {"stage": stage, "precision": "bf16", "reduce_dtype": "fp32"}
         options["units"] = (Timed.Block, "time")
-        ours, optimizer = zeroshard.shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), **options)
+        ours, optimizer = sharded(timed(), sgd, **options)
         assert timed_losses(ours, optimizer, rank) == wanted
         for name, value in zeroshard.state_dict(ours, None).items():
             torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7)
 
 
 def timed() -> nn.Module:
-    with seeded(3):
-        return Timed()
+    return built(Timed, seed=3)
 
 
 def test_blocks_get_their_inputs_as_from_fsdp2() -> None:
@@ -506,8 +504,7 @@ class Mixed(nn.Module):
 
 @functools.cache
 def mixed() -> nn.Module:
-    with seeded(6):
-        return Mixed()
+    return built(Mixed, seed=6)
 
 
 def train_mixed(model: nn.Module, optimizer: Any, rank: int, world: int, clip: bool = False) -> None:
@@ -537,9 +534,8 @@ def test_parameters_of_several_dtypes_train_as_they_are(world: int, kind: str, c
     plain = copy.deepcopy(mixed())
     train_mixed(plain, trainable(kind)(plain), 0, 1)
 
-    def body(rank: int, stage: int) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(mixed())
-        model, optimizer = zeroshard.shard(model, trainable(kind)(model), stage=stage)
+    def body(rank: int, stage: int) -> Tensors:
+        model, optimizer = sharded(mixed(), trainable(kind), stage=stage)
         train_mixed(model, optimizer, rank, world, clip)
         return full_parameters(model)
 
@@ -561,7 +557,7 @@ def test_parameters_of_several_dtypes_train_as_they_are(world: int, kind: str, c
 @every_stage
 def test_fp32_makes_one_dtype_of_several(stage: int) -> None:
     def body(rank: int) -> dict[str, torch.dtype]:
-        model, _ = zeroshard.shard(copy.deepcopy(mixed()), stage=stage, precision="fp32")
+        model, _ = sharded(mixed(), stage=stage, precision="fp32")
         return dtypes(model)
 
     for found in run_threads(2, body):
@@ -582,12 +578,9 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 
 def fp16_run(
     rank: int, kind: str, stage: int, overflow_at: tuple[int, ...], scale: float, **options: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float]]:
+) -> tuple[Tensors, dict[str, Any], list[float]]:
     """Three good steps; before those in ``overflow_at`` one step in which rank 1's gradients overflow."""
-    model = copy.deepcopy(net())
-    model, optimizer = zeroshard.shard(
-        model, OPTIMIZERS[kind](model), stage=stage, precision="fp16", loss_scale=scale, **options
-    )
+    model, optimizer = sharded(net(), OPTIMIZERS[kind], stage=stage, precision="fp16", loss_scale=scale, **options)
     scales = []
     for number, batch in enumerate(batches(3)):
         for bad in (True, False) if number in overflow_at else (False,):
@@ -636,14 +629,11 @@ def test_the_scale_doubles_after_a_streak_without_overflow(stage: int, monkeypat
     monkeypatch.setattr(loss_scale_module, "GROWTH_INTERVAL", 3)
 
     def body(rank: int) -> list[float]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp16", loss_scale=64.0)
+        model, optimizer = sharded(net(), adamw, stage=stage, precision="fp16", loss_scale=64.0)
         scales = []
         for number in range(8):
             loss = optimizer.scale(net_loss(model, split(batches(1)[0], rank, 2)))
-            (loss * 1e30 if number == 4 and rank == 0 else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss * 1e30 if number == 4 and rank == 0 else loss)
             scales.append(optimizer.loss_scale.item())
         return scales
 
@@ -652,15 +642,13 @@ def test_the_scale_doubles_after_a_streak_without_overflow(stage: int, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_scaling_a_loss_of_any_dtype_loses_nothing(dtype: torch.dtype) -> None:
-    model = copy.deepcopy(net())
-    _, optimizer = zeroshard.shard(model, adamw(model), precision="fp16", loss_scale=2.0**16)
+    _, optimizer = sharded(net(), adamw, precision="fp16", loss_scale=2.0**16)
     assert optimizer.scale(torch.tensor(3.0, dtype=dtype)).item() == 3.0 * 2**16
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
 def test_without_fp16_nothing_is_scaled(precision: str | None) -> None:
-    model = copy.deepcopy(net())
-    _, optimizer = zeroshard.shard(model, adamw(model), precision=precision)
+    _, optimizer = sharded(net(), adamw, precision=precision)
     loss = torch.tensor(3.0)
     assert optimizer.scale(loss) is loss
     assert optimizer.loss_scale is None
@@ -673,8 +661,7 @@ def test_under_fp16_the_norm_and_the_gradients_read_are_unscaled(stage: int) -> 
     wanted = {name: p.grad for name, p in plain.named_parameters()}
 
     def body(rank: int) -> None:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp16", loss_scale=512.0)
+        model, optimizer = sharded(net(), adamw, stage=stage, precision="fp16", loss_scale=512.0)
         optimizer.scale(net_loss(model, split(batches(1)[0], rank, 2))).backward()
         norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
         assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(norm.item(), rel=1e-2)
@@ -689,11 +676,9 @@ def test_under_fp16_the_norm_and_the_gradients_read_are_unscaled(stage: int) -> 
 def test_a_scaled_loss_of_parameters_alone_is_added_as_it_is(stage: int, order: str) -> None:
     """Its backward passes no module, so no hook of the model tells of it."""
 
-    def train(order: str) -> dict[str, torch.Tensor]:
+    def train(order: str) -> Tensors:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="fp16")
+        model, optimizer = sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sgd, stage=stage, precision="fp16")
         for _ in range(20):  # the first find the loss scale
             loss = model(torch.ones(2, 4)).float().square().mean()
             penalty = 0.1 * sum(parameter.float().square().sum() for parameter in model.parameters())
@@ -702,7 +687,7 @@ def test_a_scaled_loss_of_parameters_alone_is_added_as_it_is(stage: int, order: 
                 optimizer.scale(one).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     expected = train("together")
     for name, value in train(order).items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import RanksFailed, run_processes, run_threads, seeded
+from plain import Tensors, masters, sharded
+from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from two_optimizers import (
     MAKERS,
@@ -27,6 +29,7 @@ from two_optimizers import (
     split_modules,
     together_loop,
 )
+from zoo import built
 
 import zeroshard
 from zeroshard.engine.last_backward import LastBackward
@@ -98,7 +101,7 @@ def adams(model: nn.Module, together: bool) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(first, lr=0.02), torch.optim.AdamW(second, lr=0.05)]
 
 
-def train_adams(rank: int, together: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def train_adams(rank: int, together: bool, options: dict[str, Any]) -> Tensors:
     model: Any = model_of_seed()
     model, optimizers = zeroshard.shard(model, adams(model, together), timeout=20, units=UNITS, **options)
     for batch in batches(5):
@@ -108,7 +111,7 @@ def train_adams(rank: int, together: bool, options: dict[str, Any]) -> dict[str,
             optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+    return masters(model)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -140,8 +143,7 @@ class Steep(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_loss_scale_is_shared_as_with_torchs_scaler(stage: int) -> None:
     """Each optimizer skips its own overflow; the scale is halved once for both, as by scaler.update()."""
-    with seeded(0):
-        model = Steep()
+    model = built(Steep)
     slopes = [(1.0, 1.0), (1.0, 1e6), (1e6, 1e6), (1.0, 1.0)]
 
     def body(rank: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -209,8 +211,7 @@ def test_a_checkpoint_has_the_states_of_both_and_continues_anywhere(stage: int, 
 
 
 def test_a_checkpoint_of_one_optimizer_continues_with_two_of_its_class(tmp_path: Path) -> None:
-    model: Any = model_of_seed()
-    model, (one,) = zeroshard.shard(model, adams(model, together=True))
+    model, (one,) = sharded(model_of_seed(), partial(adams, together=True))
     model(batches(1)[0], "both").backward()
     one.step()
     zeroshard.save(tmp_path / "one", model, one)
@@ -223,15 +224,13 @@ def test_a_checkpoint_of_one_optimizer_continues_with_two_of_its_class(tmp_path:
         zeroshard.load(tmp_path / "one", other, [second, first])
     with pytest.raises(zeroshard.CheckpointError, match="given twice"):
         zeroshard.save(tmp_path / "twice", other, [first, first])
-    wrong: Any = model_of_seed()
-    wrong, optimizers = zeroshard.shard(wrong, adam_and_sgd(wrong))
+    wrong, optimizers = sharded(model_of_seed(), adam_and_sgd)
     with pytest.raises(zeroshard.CheckpointError, match=r"saved with the optimizer AdamW, expected Adam \+ SGD"):
         zeroshard.load(tmp_path / "one", wrong, optimizers)
 
 
 def test_a_save_warns_of_gradients_that_an_optimizer_still_accumulates(tmp_path: Path) -> None:
-    model: Any = model_of_seed()
-    model, optimizers = zeroshard.shard(model, adams(model, together=False))
+    model, optimizers = sharded(model_of_seed(), partial(adams, together=False))
     model(batches(1)[0], "both").backward()
     optimizers[0].step()
     with pytest.warns(UserWarning, match=r"optimizer 1 \(AdamW\) has gradients of backwards since its last step"):
@@ -339,9 +338,8 @@ def test_ranks_that_step_or_clear_different_optimizers_are_told(stage: int) -> N
         run_threads(2, body, "zero")
 
 
-def adafactor_beside_asserted(rank: int, elementwise: bool | None) -> dict[str, torch.Tensor]:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+def adafactor_beside_asserted(rank: int, elementwise: bool | None) -> Tensors:
+    model = built(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
     weights, biases = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
     made = [torch.optim.Adafactor(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)]
     model, optimizers = zeroshard.shard(model, made, stage=3, elementwise=elementwise)

@@ -12,12 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, assert_equal, full_parameters, run_stages, split, train_steps
-from ranks import run_threads, seeded
+from plain import (
+    Tensors,
+    assert_close,
+    assert_equal,
+    full_parameters,
+    mesh_of,
+    net_loss,
+    run_stages,
+    sharded,
+    shares,
+    split,
+    train_steps,
+)
+from ranks import run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from zoo import Adapted, Block, TokenNet, built
 
 import zeroshard
 from zeroshard.config.config import Config
@@ -32,37 +44,9 @@ FP8 = {"precision": "fp8", "keep_bf16": ["head"]}
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-class Block(nn.Module):
-    """A residual block; its layers have sizes that float8 needs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """An embedding, blocks and a head."""
-
-    def __init__(self, width: int = 16, vocabulary: int = 11) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def make_net() -> Net:
-    with seeded(0):
-        return Net()
+def make_net(width: int = 16) -> TokenNet:
+    """Build a net whose layers have sizes that float8 needs."""
+    return built(lambda: TokenNet(width, hidden=2 * width))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -195,12 +179,12 @@ def test_it_is_torchaos_recipe() -> None:
 # -------------------------------------------------------------------------------------------------------- training
 
 
-def train_reference(model: nn.Module, data: list[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
+def train_reference(model: nn.Module, data: list[torch.Tensor], ranks: int) -> Tensors:
     """Train in one process: bf16 copies of fp32 weights, the reference in the blocks, gradients summed in bf16."""
     optimizer = adamw(model)
     masters = dict(model.named_parameters())
     for batch in data:
-        sums: dict[str, torch.Tensor] = {}
+        sums: Tensors = {}
         for rank in range(ranks):
             weights = {name: p.detach().bfloat16().requires_grad_() for name, p in masters.items()}
             tokens = split(batch, rank, ranks)
@@ -241,16 +225,12 @@ def accumulate(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> No
         for number, part in enumerate(batch.chunk(2)):
             if number == 0:
                 with zeroshard.no_sync(model):
-                    token_loss(model, part).backward()
+                    net_loss(model, part).backward()
             else:
-                token_loss(model, part).backward()
+                net_loss(model, part).backward()
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
 
 @pytest.mark.parametrize(
@@ -282,20 +262,20 @@ def test_offload_changes_no_number_if_parameters_are_gathered_in_8_bits(offload:
 def test_meshes_of_two_data_axes(partition: str) -> None:
     options: dict[str, Any] = {**FP8, "reduce_dtype": "fp32"}
     expected = run_stages(4, make_net(), adamw, batches(3), stages=(0,), **options)[0]
-    options |= {"mesh_shape": (2, 2), "partition": partition}
+    options |= {"mesh": (2, 2), "partition": partition}
     found = run_stages(4, make_net(), adamw, batches(3), stages=(2, 3), **options)
     for parameters in found.values():
         assert_close(parameters, expected, relative=0.01)
 
 
-def recompute(rank: int, stage: int, when: str, blocks: Any) -> dict[str, torch.Tensor]:
+def recompute(rank: int, stage: int, when: str, blocks: Any) -> Tensors:
     model = make_net()
     if when == "before shard()":
         zeroshard.checkpoint_activations(model, blocks)
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, **FP8)
     if when == "after shard()":
         zeroshard.checkpoint_activations(sharded, blocks)
-    train_steps(sharded, optimizer, [split(batch, rank, 2) for batch in batches(3)], token_loss)
+    train_steps(sharded, optimizer, shares(batches(3), rank, 2))
     return full_parameters(sharded)
 
 
@@ -310,17 +290,17 @@ def test_recomputation_changes_no_number(stage: int, blocks: Any) -> None:
         assert_equal(parameters, plain)
 
 
-def resume(rank: int, path: Path) -> list[dict[str, torch.Tensor]]:
-    data = [split(batch, rank, 2) for batch in batches(5)]
+def resume(rank: int, path: Path) -> list[Tensors]:
+    data = shares(batches(5), rank, 2)
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
-    train_steps(sharded, optimizer, data[:2], token_loss)
+    train_steps(sharded, optimizer, data[:2])
     zeroshard.save(path, sharded, optimizer)
-    train_steps(sharded, optimizer, data[2:], token_loss)
+    train_steps(sharded, optimizer, data[2:])
     other = make_net()
     again, optimizer = zeroshard.shard(other, adamw(other), stage=2, **FP8)
     zeroshard.load(path, again, optimizer)
-    train_steps(again, optimizer, data[2:], token_loss)
+    train_steps(again, optimizer, data[2:])
     return [full_parameters(sharded), full_parameters(again)]
 
 
@@ -342,18 +322,9 @@ def test_values_between_steps_are_the_master_weights() -> None:
 
 
 def test_frozen_weights_and_adapters() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(32, 32).requires_grad_(False)
-            self.down, self.up = nn.Linear(32, 8, bias=False), nn.Linear(8, 32, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    with seeded(0):
-        model = nn.Sequential(Adapted(), Adapted())
-    model, optimizer = zeroshard.shard(model, adamw(model), precision="fp8")
+    model, optimizer = sharded(
+        built(lambda: nn.Sequential(*(Adapted(nn.Linear(32, 32), 8) for _ in range(2)))), adamw, precision="fp8"
+    )
     layers = zeroshard.report(model).float8
     assert layers is not None
     assert layers.names == ("0.base", "1.base")
@@ -365,8 +336,7 @@ def test_frozen_weights_and_adapters() -> None:
 
 
 def test_a_parametrized_layer_computes_with_its_computed_weight() -> None:
-    with seeded(0):
-        layer = parametrizations.weight_norm(nn.Linear(16, 16))
+    layer = built(lambda: parametrizations.weight_norm(nn.Linear(16, 16)))
     plain = copy.deepcopy(layer).bfloat16()
     x = random(4, 16)
     model, _ = zeroshard.shard(layer, precision="fp8")
@@ -380,7 +350,7 @@ def test_a_compiled_block_gives_the_same() -> None:
         sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
         for block in sharded.blocks if compiled else ():
             block.compile(backend="aot_eager", fullgraph=False)
-        train_steps(sharded, optimizer, batches(2), token_loss)
+        train_steps(sharded, optimizer, batches(2))
         results.append(full_parameters(sharded))
     assert_close(results[1], results[0], relative=0.01)
 
@@ -464,7 +434,7 @@ def test_a_model_without_such_layers_raises() -> None:
 
 
 def test_a_pattern_that_matches_no_module_raises() -> None:
-    with pytest.raises(ValueError, match="keep_bf16: no module of Net matches 'lm_head'"):
+    with pytest.raises(ValueError, match="keep_bf16: no module of TokenNet matches 'lm_head'"):
         zeroshard.shard(make_net(), precision="fp8", keep_bf16="lm_head")
 
 
@@ -486,7 +456,7 @@ def test_a_device_that_cannot_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def shard_over_tensor_axis(rank: int) -> str:
     from zeroshard.models import GPT, GPTConfig
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    mesh = mesh_of((1, 2), "shard tensor")
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=32))
     try:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_equal, full_parameters, split, train_steps
+from plain import assert_equal, full_parameters, net_loss, sharded, split, take_step, train_losses, train_steps
 from ranks import RanksFailed, run_threads, seeded
-from test_float8 import FP8, Block, Net, adamw, batches, make_net, token_loss
+from test_float8 import FP8, adamw, batches, make_net
 from torch import nn
 from torch.nn import functional as F
+from zoo import Block, built
 
 import zeroshard
 from zeroshard.engine.float8_flat import SCALES_LABEL, Float8FlatParam
@@ -60,7 +61,7 @@ def gathered_values(rank: int, world: int, **options: Any) -> None:
 
         layers = [sharded.get_submodule(name.removesuffix(".weight")) for name in LAYERS]
         hooks = [layer.register_forward_pre_hook(compare) for layer in layers]
-        token_loss(sharded, split(batch, rank, world)).backward()
+        net_loss(sharded, split(batch, rank, world)).backward()
         assert seen == len(LAYERS)
         for hook in hooks:
             hook.remove()
@@ -86,9 +87,9 @@ def test_addresses_are_those_that_a_gpu_can_multiply() -> None:
 
 
 def traffic(rank: int, precision: str) -> tuple[dict[str, Any], int]:
-    model = Net(width=64)
+    model = make_net(64)
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, precision=precision, keep_bf16=["head"])
-    train_steps(sharded, optimizer, batches(2), token_loss)
+    train_steps(sharded, optimizer, batches(2))
     report = zeroshard.report(sharded)
     return report.collectives, report.memory["gathered", "device"].peak
 
@@ -121,7 +122,7 @@ def test_one_all_reduce_per_step_computes_all_scales(monkeypatch: pytest.MonkeyP
         sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
         for batch in batches(3):
             for part in batch.chunk(2):
-                token_loss(sharded, part).backward()
+                net_loss(sharded, part).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -149,7 +150,7 @@ class Reader(Block):
 
 def make_readers(how: str) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(Reader(16), Reader(16))
+    model = nn.Sequential(Reader(16, 32), Reader(16, 32))
     for block in model:
         block.how = how  # type: ignore[assignment]
     return model
@@ -157,8 +158,7 @@ def make_readers(how: str) -> nn.Sequential:
 
 @pytest.mark.parametrize("how", ["values", "linear"])
 def test_other_uses_of_such_a_weight_raise(how: str) -> None:
-    model = make_readers(how)
-    model, _ = zeroshard.shard(model, adamw(model), stage=3, precision="fp8")
+    model, _ = sharded(make_readers(how), adamw, stage=3, precision="fp8")
     with pytest.raises(RuntimeError, match=r"'0\.up\.weight' are gathered in float8.*keep_bf16"):
         model(torch.randn(4, 16))
 
@@ -166,8 +166,7 @@ def test_other_uses_of_such_a_weight_raise(how: str) -> None:
 @pytest.mark.parametrize("how", ["values", "linear"])
 def test_a_layer_in_keep_bf16_is_used_as_ever(how: str) -> None:
     plain = make_readers(how)
-    model = copy.deepcopy(plain)
-    model, _ = zeroshard.shard(model, adamw(model), stage=3, precision="fp8", keep_bf16=["0.*", "1.up"])
+    model, _ = sharded(plain, adamw, stage=3, precision="fp8", keep_bf16=["0.*", "1.up"])
     expected, _ = zeroshard.shard(plain, stage=0, precision="fp8", keep_bf16=["0.*", "1.up"])
     x = torch.randn(4, 16)
     if how == "linear":
@@ -178,8 +177,7 @@ def test_a_layer_in_keep_bf16_is_used_as_ever(how: str) -> None:
 
 
 def test_what_needs_no_values_is_answered() -> None:
-    model = make_readers("metadata")
-    model, _ = zeroshard.shard(model, adamw(model), stage=3, precision="fp8")
+    model, _ = sharded(make_readers("metadata"), adamw, stage=3, precision="fp8")
     model(torch.randn(4, 16)).float().sum().backward()
 
 
@@ -187,7 +185,7 @@ def test_a_tied_weight_is_gathered_in_bf16() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding, self.block = nn.Embedding(16, 16), Block(16)
+            self.embedding, self.block = nn.Embedding(16, 16), Block(16, 32)
             self.head = nn.Linear(16, 16, bias=False)
             self.head.weight = self.embedding.weight
 
@@ -201,7 +199,7 @@ def test_a_tied_weight_is_gathered_in_bf16() -> None:
         model = copy.deepcopy(base)
         sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp8")
         assert zeroshard.report(sharded).float8.names == ("block.up", "block.down", "head")  # type: ignore[union-attr]
-        losses.append(train_steps(sharded, optimizer, [tokens] * 3, token_loss))
+        losses.append(train_losses(sharded, optimizer, [tokens] * 3))
         if stage == 3:
             assert [name for flat in float8_flats(sharded) for name in flat.names] == [
                 "block.up.weight",
@@ -214,8 +212,7 @@ def test_a_transposed_weight_is_gathered_in_bf16() -> None:
     """A GPU multiplies by a weight that is stored by rows, and the all-gather would keep it stored by columns."""
     x, found = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), []
     for stage in (0, 3):
-        with seeded(0):
-            model = Block(16)
+        model = built(lambda: Block(16, 32))
         model.up.weight = nn.Parameter(model.up.weight.detach().t().contiguous().t())
         sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp8")
         sharded(x).float().square().mean().backward()
@@ -239,7 +236,7 @@ def test_new_values_get_new_scales() -> None:
                 each.blocks[0].up.weight.mul_(factor)
         assert torch.equal(sharded(tokens), reference(tokens))
     ema = zeroshard.EMA(sharded, decay=0.0)
-    train_steps(sharded, optimizer, [tokens], token_loss)
+    train_steps(sharded, optimizer, [tokens])
     before = sharded(tokens).detach()
     with ema.swapped():
         assert torch.equal(sharded(tokens), reference(tokens))
@@ -249,7 +246,7 @@ def test_new_values_get_new_scales() -> None:
 def test_a_backward_over_old_values_raises() -> None:
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
-    loss = token_loss(sharded, batches(1)[0])
+    loss = net_loss(sharded, batches(1)[0])
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -260,10 +257,10 @@ def step_from_gathered_forward(rank: int, stage: int) -> torch.Tensor:
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, **FP8)
     with zeroshard.gathered(sharded):
-        loss = token_loss(sharded, batches(1)[0])
+        loss = net_loss(sharded, batches(1)[0])
     loss.backward()
     optimizer.step()
-    return token_loss(sharded, batches(1)[0]).detach()
+    return net_loss(sharded, batches(1)[0]).detach()
 
 
 def test_a_backward_after_a_forward_inside_gathered() -> None:
@@ -274,7 +271,7 @@ def test_a_backward_after_a_forward_inside_gathered() -> None:
 def step_after_gathered(rank: int, stage: int, is_entered: bool = True, edited: int | None = None) -> torch.Tensor:
     """Enter and leave gathered() between forward and backward; change a block that the loss does not depend on."""
     with seeded(0):
-        model, x = nn.ModuleList([Block(16), Block(16)]), torch.randn(4, 16)
+        model, x = nn.ModuleList([Block(16, 32), Block(16, 32)]), torch.randn(4, 16)
     options: dict[str, Any] = {"units": [Block], "precision": "fp8"}
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, **options)
     sharded[1](x)
@@ -309,14 +306,12 @@ def test_a_backward_over_values_that_gathered_has_changed_raises() -> None:
 def step_one_of_two(rank: int, stage: int) -> list[torch.Tensor]:
     """Run the backward of one block's graph after the step of another block's optimizer."""
     with seeded(0):
-        model, x = nn.ModuleList([Block(16), Block(16)]), torch.randn(4, 16)
+        model, x = nn.ModuleList([Block(16, 32), Block(16, 32)]), torch.randn(4, 16)
     optimizers = [torch.optim.SGD(block.parameters(), lr=0.5) for block in model]
     sharded, optimizers = zeroshard.shard(model, optimizers, stage=stage, precision="fp8")
     losses = [block(x).float().square().mean() for block in sharded]
     for loss, optimizer in zip(losses, optimizers, strict=True):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
     return [block(x).detach() for block in sharded]
 
 
@@ -330,7 +325,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(16), Block(16)])
+        self.blocks = nn.ModuleList([Block(16, 32), Block(16, 32)])
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [block(x) for block in self.blocks]
@@ -363,8 +358,8 @@ def test_training_after_an_evaluation_in_inference_mode() -> None:
     for batch in batches(2):
         with torch.inference_mode():
             assert torch.equal(sharded(batch), plain(batch))
-        losses = train_steps(sharded, optimizer, [batch], token_loss)
-        assert losses == train_steps(plain, plain_optimizer, [batch], token_loss)
+        losses = train_losses(sharded, optimizer, [batch])
+        assert losses == train_losses(plain, plain_optimizer, [batch])
 
 
 def test_a_replaced_weight_is_used() -> None:
@@ -384,7 +379,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([Block(16), Block(16)])
+        self.experts = nn.ModuleList([Block(16, 32), Block(16, 32)])
 
     def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
         is_chosen = (expert == chosen for expert in range(2))
@@ -396,9 +391,7 @@ def step_experts(rank: int, stage: int) -> list[torch.Tensor]:
         model, x = Experts(), torch.randn(4, 16)
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="fp8")
     for _ in range(2):
-        sharded(x, rank).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, sharded(x, rank).float().square().mean())
     return [sharded(x, chosen).detach() for chosen in range(2)]
 
 
@@ -410,7 +403,7 @@ def test_an_expert_without_tokens() -> None:
 def test_unwrap_and_shard_again() -> None:
     model = make_net()
     sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
-    train_steps(sharded, optimizer, batches(2), token_loss)
+    train_steps(sharded, optimizer, batches(2))
     expected = {name: zeroshard.full_parameter(sharded, name) for name in LAYERS}
     plain = zeroshard.unwrap(sharded)
     assert_equal({name: p for name, p in plain.named_parameters() if name in LAYERS}, expected)
@@ -428,12 +421,12 @@ def test_torch_checkpointing_and_saved_tensor_hooks() -> None:
             inner = block.forward
             block.forward = partial(torch.utils.checkpoint.checkpoint, inner, use_reentrant=False)
         with torch.autograd.graph.save_on_cpu():
-            losses.append(train_steps(sharded, optimizer, batches(3), token_loss))
+            losses.append(train_losses(sharded, optimizer, batches(3)))
     assert losses[0] == losses[1]
 
 
 def test_the_planner_predicts_the_same_states() -> None:
     sizes = {
-        precision: predict_memory(Net(width=64), ranks=2, stage=3, precision=precision) for precision in ("bf16", "fp8")
+        precision: predict_memory(make_net(64), ranks=2, stage=3, precision=precision) for precision in ("bf16", "fp8")
     }
     assert sizes["fp8"].state_bytes == sizes["bf16"].state_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_equal, batches, full_parameters, net_loss
+from plain import Tensors, assert_equal, batches, full_parameters, net_loss
 from ranks import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from zoo import make_net
@@ -34,7 +34,7 @@ def ids() -> torch.Tensor:
     return torch.randint(512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)).cuda()
 
 
-def gradients(model: GPT, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: GPT, tokens: torch.Tensor) -> Tensors:
     model.zero_grad()
     model(tokens, tokens).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -140,7 +140,7 @@ def test_a_step_never_waits_for_the_device(options: dict[str, Any]) -> None:
     run_processes(1, no_syncs, options)
 
 
-def divided(rank: int, model: Any, options: dict[str, Any] | None, stage: int) -> dict[str, torch.Tensor]:
+def divided(rank: int, model: Any, options: dict[str, Any] | None, stage: int) -> Tensors:
     model = copy.deepcopy(model).cuda()
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, timeout=60)
     if options is not None:

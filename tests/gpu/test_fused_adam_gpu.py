@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import batches, net_loss
+from plain import Tensors, batches, net_loss
 from ranks import run_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +57,7 @@ def difference(name: str, ours: torch.Tensor, wanted: torch.Tensor) -> str:
     )
 
 
-def differences(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+def differences(ours: Tensors, wanted: Tensors) -> str:
     missing = f"only one has {ours.keys() ^ wanted.keys()}\n" if ours.keys() != wanted.keys() else ""
     return missing + "".join(difference(name, ours[name], wanted[name]) for name in ours if name in wanted)
 
@@ -226,9 +226,9 @@ class Skips(nn.Module):
         return self.extra(found) if self.use else found
 
 
-def held(optimizer: Any) -> dict[str, torch.Tensor]:
+def held(optimizer: Any) -> Tensors:
     """Everything that this rank holds."""
-    found: dict[str, torch.Tensor] = {}
+    found: Tensors = {}
     for number, run in enumerate(optimizer._groups.all_slices):
         found[f"run {number} master"] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
@@ -265,7 +265,7 @@ def train(
     clear: bool = True,
     all_ours: bool = True,
     **options: Any,
-) -> tuple[dict[str, torch.Tensor], int]:
+) -> tuple[Tensors, int]:
     """Five steps; what is held then, and how often the kernel was launched in the last of them."""
     model: Any = make_net(width=64, blocks=4).cuda()
     model = Skips(model).cuda() if skip else model

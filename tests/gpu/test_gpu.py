@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import assert_close, assert_equal, batches, full_parameters, net_loss, run_plain, split
+from plain import Tensors, assert_close, assert_equal, batches, copied, full_parameters, net_loss, run_plain, split
 from ranks import run_processes
 from zoo import make_net
 
@@ -32,7 +32,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> Tensors:
     model = make_net().cuda()
     model, optimizer = zeroshard.shard(model, adamw(model), bucket_size=256, **options)
     for batch in batches(4):
@@ -63,7 +63,7 @@ def test_fp32_equals_the_plain_run_on_the_gpu() -> None:
         assert_close(ours, {name: value.cpu() for name, value in plain.items()}, 1e-5)
 
 
-def reference_bf16(model: GPT, data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def reference_bf16(model: GPT, data: list[torch.Tensor]) -> Tensors:
     """The bf16 run written by hand: a bf16 copy computes, an fp32 master is updated."""
     computing = copy.deepcopy(model).bfloat16()
     masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -76,7 +76,7 @@ def reference_bf16(model: GPT, data: list[torch.Tensor]) -> dict[str, torch.Tens
         with torch.no_grad():
             for master, parameter in zip(masters, computing.parameters(), strict=True):
                 parameter.copy_(master)
-    return {name: p.detach().clone() for name, p in computing.named_parameters()}
+    return copied(computing)
 
 
 def one_nccl_rank(rank: int) -> None:
@@ -409,7 +409,7 @@ def checkpoints_on_gpu(rank: int, world: int, path: Path, stage: int) -> tuple[A
     model = make_net().cuda()
     model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="bf16")
 
-    def steps() -> dict[str, torch.Tensor]:
+    def steps() -> Tensors:
         for batch in batches(2):
             net_loss(model, split(batch, rank, world).cuda()).backward()
             optimizer.step()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, PlainReplicas, Values
+from pairs import every_stage
 from plain import adamw_in_groups, assert_close, assert_equal, batches, full_parameters, net_loss, split
 from ranks import device, run_nccl, run_processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +50,7 @@ def train(rank: int, shape: tuple[int, int], options: dict[str, Any], path: str 
 
 
 @pytest.mark.parametrize("outer", [None, DILOCO, FUSED], ids=["mean", "DiLoCo", "fused AdamW"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_training_gives_the_numbers_of_a_plain_loop_over_replicas(stage: int, outer: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stage": stage, "outer_optimizer": outer, "precision": "fp32"}
     for found, wanted in run(4, train, (2, 2), options, str(tmp_path / "step")):

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from plain import assert_close, assert_equal
+from pairs import every_stage
+from plain import Tensors, assert_close, assert_equal
 from ranks import run_nccl, run_processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from zoo import Adapted
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -34,19 +36,6 @@ run = run_processes if ON_GLOO else run_nccl
 STEPS, ROWS, LENGTH, VOCABULARY = 4, 3, 16, 64
 SHAPE = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, layers=3, heads=4, width=64)
 WORLDS = [2, 4]
-
-
-class Lora(nn.Module):
-    """A frozen linear layer and a trained update of low rank."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 class Experts(nn.Module):
@@ -86,7 +75,7 @@ def lora_gpt() -> nn.Module:
     for parent in list(model.blocks.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, nn.Linear):
-                setattr(parent, name, Lora(module))
+                setattr(parent, name, Adapted(module, rank=4))
     return model
 
 
@@ -113,7 +102,7 @@ class Case:
     spoilt: bool = False  # whether one rank's gradient is changed on purpose
 
 
-Result = tuple[list[float], list[float], dict[str, torch.Tensor]]  # losses, gradient norms, weights
+Result = tuple[list[float], list[float], Tensors]  # losses, gradient norms, weights
 
 
 def tokens_of(step: int, micro: int, rank: int, uneven: bool) -> torch.Tensor:
@@ -185,7 +174,7 @@ def shard_model(case: Case) -> tuple[Any, Any]:
     return torch.compile(model) if case.compiled == "model" else model, optimizer
 
 
-def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(model: nn.Module) -> Tensors:
     """Return the full weights in their original names, from the masters."""
     names = [name for name, _ in model.named_parameters()]
     values = {name: zeroshard.full_parameter(model, name).cpu() for name in names}
@@ -228,7 +217,7 @@ def compare(world: int, case: Case, relative: float = 2e-5) -> list[Result]:
 
 @pytest.mark.guarantee("NCCL")
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_fp32_equals_ddp(stage: int, world: int) -> None:
     compare(world, Case(options={"stage": stage}))
 
@@ -247,7 +236,7 @@ def test_16_bit_training_is_close_to_ddp_and_the_same_bits_in_stages_1_to_3(prec
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_accumulation_clipping_and_an_uneven_last_batch_equal_ddp(stage: int, world: int) -> None:
     compare(world, Case(options={"stage": stage}, backwards=3, clip=0.5, uneven=True))
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from offloaded import OPTIMIZERS, assert_same, everything
-from ranks import run_processes, seeded
+from ranks import run_processes
+from zoo import built
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -45,8 +46,7 @@ def trained(
     kind: str, offload: Any = None, steps: int = 5, clip: float | None = None, accumulate: int = 1, **options: Any
 ) -> dict[str, Any]:
     """All numbers of a few steps."""
-    with seeded(0):
-        model = GPT(SMALL).cuda()
+    model = built(lambda: GPT(SMALL).cuda())
     model, optimizer = zeroshard.shard(model, OPTIMIZERS[kind](model.parameters()), offload=offload, **options)
     zeroshard.checkpoint_activations(model)
     generator, told = torch.Generator().manual_seed(1), []
@@ -138,8 +138,7 @@ def test_two_ranks_on_one_gpu(stage: int) -> None:
 
 
 def test_states_that_are_sent_away_leave_the_device_and_come_back() -> None:
-    with seeded(0):
-        model = GPT(SMALL).cuda()
+    model = built(lambda: GPT(SMALL).cuda())
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), precision="bf16")
     tokens = torch.randint(0, 256, (2, 64)).cuda()
     model(tokens, tokens).backward()

@@ -44,6 +44,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 from torch.nn import functional as F
+from zoo import Mlp
 
 import zeroshard
 
@@ -135,16 +136,6 @@ class Options:
         }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):
     """Blocks, a root parameter, a weight used outside its module, a layer that few batches use, and buffers."""
 
@@ -153,7 +144,7 @@ class Net(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Mlp(WIDTH, HIDDEN) for _ in range(blocks))
         self.tail = nn.Linear(WIDTH, WIDTH, bias=False)
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))

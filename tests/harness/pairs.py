@@ -1,8 +1,12 @@
-"""Combinations of several factors with every pair of their values, for tests that need not run the whole product."""
+"""Parameters of tests: every stage, and every pair of values of factors whose whole product need not run."""
 
 import itertools
 from collections.abc import Iterable
 from typing import Any
+
+import pytest
+
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import zeroshard
+from zeroshard.models.gpt import GPT, GPTConfig
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -97,6 +98,15 @@ def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------------- optimizers
 
 
+def of(kind: Callable[..., Any], **options: Any) -> MakeOptimizer:
+    """Return what makes an optimizer of this kind for all parameters of a model."""
+    return partial(_make, kind, options)
+
+
+def _make(kind: Callable[..., Any], options: dict[str, Any], model: nn.Module) -> Any:
+    return kind(model.parameters(), **options)
+
+
 def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
     """Return SGD. Its update is proportional to the gradient, so a wrong scale shows."""
     return torch.optim.SGD(model.parameters(), lr=lr, **options)
@@ -148,6 +158,26 @@ def sharded(base: nn.Module, make: MakeOptimizer | None = None, mesh: Any = None
     return zeroshard.shard(model, optimizer, mesh=mesh, **options)
 
 
+def sharded_gpt(config: GPTConfig, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Shard a GPT of zeros in bf16 with fused AdamW, for tests of what is held and sent: no number is looked at."""
+    with torch.device("meta"):
+        model = GPT(config)
+    options = {"precision": "bf16", "init_fn": lambda module: None, **options}
+    return sharded(model, partial(adamw, fused=True), mesh, **options)
+
+
+def scaled(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, times the loss scale if the optimizer has one."""
+    return optimizer.scale(loss) if isinstance(optimizer, zeroshard.ShardedOptimizer) else loss
+
+
+def clip(model: nn.Module, optimizer: Any, max_norm: float) -> torch.Tensor:
+    """Clip by the norm of all gradients; return it."""
+    if isinstance(optimizer, zeroshard.ShardedOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 def take_step(optimizer: Any, loss: torch.Tensor) -> float:
     """Run backward, update and clear the gradients; return the loss."""
     loss.backward()
@@ -156,9 +186,39 @@ def take_step(optimizer: Any, loss: torch.Tensor) -> float:
     return loss.item()
 
 
-def train_steps(model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Loss = net_loss) -> list[float]:
+def train_step(model: nn.Module, optimizer: Any, batch: Any, loss_of: Loss = net_loss) -> float:
+    """Run one step; return the loss."""
+    return take_step(optimizer, loss_of(model, batch))
+
+
+def train_losses(model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Loss = net_loss) -> list[float]:
     """Run one step per batch; return the losses."""
-    return [take_step(optimizer, loss_of(model, batch)) for batch in data]
+    return [train_step(model, optimizer, batch, loss_of) for batch in data]
+
+
+def train_steps(model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Loss = net_loss) -> None:
+    """Run one step per batch."""
+    train_losses(model, optimizer, data, loss_of)
+
+
+square_steps = partial(train_steps, loss_of=square_loss)
+
+
+def clipped_steps(
+    model: nn.Module, optimizer: Any, data: Iterable[Any], max_norm: float | None, loss_of: Loss = net_loss
+) -> list[float]:
+    """Run one step per batch, with scaled losses; return the norms of gradients, which are clipped if there is a limit.
+
+    Like any loop that the driver runs, it returns numbers that are the same on all ranks.
+    """
+    norms = []
+    for batch in data:
+        scaled(optimizer, loss_of(model, batch)).backward()
+        if max_norm is not None:
+            norms.append(clip(model, optimizer, max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
 
 
 def copied(model: nn.Module) -> Tensors:
@@ -185,6 +245,16 @@ def masters(model: nn.Module) -> Tensors:
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the full gradients of a sharded model."""
     return {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+
+
+def whole_states(model: nn.Module, optimizer: Any) -> Tensors:
+    """Return parameters as they compute and as they are updated, and their states."""
+    found = full_parameters(model)
+    for name in list(found):
+        found[f"{name} exact"] = zeroshard.full_parameter(model, name)
+        for key, value in zeroshard.full_state(optimizer, name).items():
+            found[f"{name} {key}"] = torch.as_tensor(value).clone()
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- comparing
@@ -218,29 +288,44 @@ def assert_moved(base: nn.Module, trained: Tensors) -> None:
 
 # --------------------------------------------------------------------------------------------------------- both runs
 
-Loop = Callable[[Any, Any, list[Any]], Any]
+Loop = Callable[[Any, Any, list[Any]], Iterable[float] | None]  # what it returns is the same on all ranks
+
+
+def outcome(parameters: Tensors, told: Iterable[float] | None) -> Tensors:
+    """Return what is compared: the final parameters, and the numbers that the loop returned."""
+    return parameters | {f"number {index}": torch.tensor(number) for index, number in enumerate(told or ())}
 
 
 def run_plain(base: nn.Module, make: MakeOptimizer, data: list[Any], loop: Loop = train_steps) -> Tensors:
-    """Run a loop without sharding on global batches; return the final parameters."""
+    """Run a loop without sharding on global batches; return its outcome."""
     model = copy.deepcopy(base)
-    loop(model, make(model), data)
-    return copied(model)
+    told = loop(model, make(model), data)
+    return outcome(copied(model), told)
 
 
 def run_rank(
-    rank: int,
+    rank: int, world: int, base: nn.Module, make: MakeOptimizer, data: list[Any], loop: Loop, options: dict[str, Any]
+) -> Tensors:
+    """Run a loop on one rank's part of each batch; return its outcome, with the full parameters."""
+    model, optimizer = sharded(base, make, **options)
+    told = loop(model, optimizer, shares(data, rank, world))
+    return outcome(full_parameters(model), told)
+
+
+def run_ranks(
     world: int,
     base: nn.Module,
     make: MakeOptimizer,
     data: list[Any],
     loop: Loop = train_steps,
+    run: Callable[..., list[Tensors]] = run_threads,
     **options: Any,
 ) -> Tensors:
-    """Run a loop on one rank's part of each batch; return the full final parameters."""
-    model, optimizer = sharded(base, make, **options)
-    loop(model, optimizer, shares(data, rank, world))
-    return full_parameters(model)
+    """Run a loop on every rank; return its outcome, which is bitwise equal on all of them."""
+    first, *others = run(world, run_rank, world, base, make, data, loop, options)
+    for other in others:
+        assert_equal(other, first)
+    return first
 
 
 def run_stages(
@@ -249,18 +334,11 @@ def run_stages(
     make: MakeOptimizer,
     data: list[Any],
     loop: Loop = train_steps,
-    stages: tuple[int, ...] = (0, 1, 2, 3),
+    stages: Sequence[int] = (0, 1, 2, 3),
     **options: Any,
 ) -> dict[int, Tensors]:
-    """Run a loop in each stage, with threads as ranks; return the final parameters, equal on all ranks, by stage."""
-    results = {}
-    for stage in stages:
-        body = partial(run_rank, world=world, base=base, make=make, data=data, loop=loop, stage=stage, **options)
-        first, *others = run_threads(world, body)
-        for other in others:
-            assert_equal(other, first)
-        results[stage] = first
-    return results
+    """Run a loop in each stage; return the outcomes by stage."""
+    return {stage: run_ranks(world, base, make, data, loop, stage=stage, **options) for stage in stages}
 
 
 def assert_same_training(
@@ -269,20 +347,25 @@ def assert_same_training(
     make: MakeOptimizer,
     data: list[Any],
     loop: Loop = train_steps,
+    stages: Sequence[int] = (0, 1, 2, 3),
     identical: bool = True,
     relative: float = 1e-6,
+    plain_loop: Loop | None = None,
     **options: Any,
 ) -> None:
-    """Assert that every stage ends with the plain run's parameters, and that stages 1, 2 and 3 are bitwise equal."""
-    plain = run_plain(base, make, data, loop)
+    """Assert that every stage ends as the plain run does, and that stages 1, 2 and 3 are bitwise equal.
+
+    A loop that only sharded models can run is compared with a ``plain_loop`` of the same numbers.
+    """
+    plain = run_plain(base, make, data, plain_loop or loop)
     assert_moved(base, plain)
-    results = run_stages(world, base, make, data, loop, **options)
+    results = run_stages(world, base, make, data, loop, stages, **options)
     for stage, result in results.items():
         try:
             assert_close(result, plain, relative)
         except AssertionError as error:
             raise AssertionError(f"stage {stage} differs from the plain run: {error}") from error
-    for stage in (2, 3) if identical else ():
+    for stage in {2, 3}.intersection(stages) if identical and 1 in stages else ():
         assert_equal(results[stage], results[1])
 
 

@@ -37,22 +37,35 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    """Embedding, blocks, head, and parameters with one and with zero elements: the model of most tests."""
+class TokenNet(nn.Module):
+    """Embedding, blocks and a head."""
 
-    def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11) -> None:
+    def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11, hidden: int | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.temperature = nn.Parameter(torch.ones(1))
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x) * self.temperature + self.nothing.sum()
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(tokens))
+
+
+class Net(TokenNet):
+    """The model of most tests: also has parameters with one and with zero elements."""
+
+    def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11) -> None:
+        super().__init__(width, blocks, vocabulary)
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperature + self.nothing.sum()
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> Any:

@@ -24,9 +24,9 @@ from accelerate.utils import (
 )
 from accelerate_state import as_launched, forget
 from hugging_face import llama
+from plain import Tensors, mesh_of
 from ranks import run_processes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard
@@ -61,7 +61,7 @@ def data(size: int, batch: int, seed: int = 0) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*samples), batch_size=batch)
 
 
-def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(accelerator: Accelerator, model: nn.Module) -> Tensors:
     """Return all weights, on rank 0."""
     state = accelerator.get_state_dict(model)
     return {name: value.clone() for name, value in state.items()} if accelerator.is_main_process else {}
@@ -396,7 +396,7 @@ def test_a_model_without_an_optimizer_has_no_local_steps() -> None:
 
 def prepare_teacher(rank: int) -> tuple[int, ...]:
     with as_launched(rank, 2):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of((2, 1))
         options = {"local_steps": 2, "reduce_wire": "int8", "error_feedback": True}
         accelerator: Any = make({"stage": 3, "mesh": mesh, **options})
         student, teacher = net(1), net(2)
@@ -440,7 +440,7 @@ def test_hooks_save_and_load_what_they_take_and_options_pass_through(tmp_path: P
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
 
-    def step() -> dict[str, torch.Tensor]:
+    def step() -> Tensors:
         accelerator.backward(model(torch.ones(2, 16)).sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -469,7 +469,7 @@ def test_an_ema_is_saved_with_its_own_model(tmp_path: Path) -> None:
     teacher, model, optimizer = accelerator.prepare(teacher, model, optimizer)
     ema = zeroshard.EMA(model, decay=0.5)
 
-    def averages() -> dict[str, torch.Tensor]:
+    def averages() -> Tensors:
         accelerator.backward(model(torch.ones(2, 16)).sum() + teacher(torch.ones(2, 16)).sum().detach())
         optimizer.step()
         optimizer.zero_grad()

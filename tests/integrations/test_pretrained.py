@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from plain import Tensors, adamw, masters, sharded, take_step
 from ranks import RanksFailed, run_processes, seeded
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,7 +82,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in MODELS}
 
 
-def batch(model: Any, rank: int) -> dict[str, torch.Tensor]:
+def batch(model: Any, rank: int) -> Tensors:
     draw = torch.Generator().manual_seed(rank)
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(2, 3, 8, 8, generator=draw), "labels": torch.tensor([0, 1])}
@@ -89,14 +90,14 @@ def batch(model: Any, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words if "Classification" not in type(model).__name__ else words[:, 0] % 2}
 
 
-def trained(model: Any, rank: int, options: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+def trained(model: Any, rank: int, options: dict[str, Any]) -> tuple[Any, Tensors]:
     """Shard a model and train a step; return it and its values before."""
     options = dict(options)
     if "mesh" in options:
         sizes, names = options.pop("mesh")
         options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
-    before = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+    before = masters(model)
     model(**batch(model, 0 if "tensor" in str(options) else rank)).loss.backward()
     optimizer.step()
     return model, before
@@ -237,10 +238,8 @@ def train_adapters(rank: int, path: str) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         model, optimizer = zeroshard.shard(model, torch.optim.AdamW(parameters, lr=0.1), stage=3)
         for _ in range(2):
-            model(**batch(model.base_model.model, rank)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append({name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()})
+            take_step(optimizer, model(**batch(model.base_model.model, rank)).loss)
+        states.append(masters(model))
     assert states[0].keys() == states[1].keys()
     for name, values in states[0].items():
         assert torch.equal(values, states[1][name]), name
@@ -265,9 +264,12 @@ def test_a_copy_and_a_pickle_have_the_values(saved: dict[str, Path]) -> None:
 
 
 def test_a_plan_counts_no_memory_for_weights_in_files(saved: dict[str, Path]) -> None:
-    model = from_pretrained(transformers.AutoModelForCausalLM, saved["llama"])
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, _ = zeroshard.shard(model, optimizer, stage="auto", planning={"micro_batch": 1, "sequence": 8})
+    model, _ = sharded(
+        from_pretrained(transformers.AutoModelForCausalLM, saved["llama"]),
+        adamw,
+        stage="auto",
+        planning={"micro_batch": 1, "sequence": 8},
+    )
     plain = transformers.AutoModelForCausalLM.from_pretrained(saved["llama"])
     assert torch.equal(zeroshard.full_parameter(model, "lm_head.weight"), plain.lm_head.weight)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from plain import Tensors
 from ranks import run_processes
 
 import zeroshard
@@ -39,7 +40,7 @@ class Texts(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Tensors:
         is_text = torch.arange(12) < self.lengths[index]
         ids = torch.where(is_text, self.rows[index], 0)
         return {"input_ids": ids, "attention_mask": is_text.long(), "labels": torch.where(is_text, ids, -100)}
@@ -99,7 +100,7 @@ def history(trainer: Any, *keys: str) -> list[list[float]]:
     return [[log[key] for log in trainer.state.log_history if key in log] for key in keys]
 
 
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
+def weights(trainer: Any) -> Tensors:
     """The whole trained weights, on every rank."""
     model = trainer.model
     if zeroshard.is_sharded(model):

@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import assert_equal, batches, full_parameters, net_loss, split
-from ranks import run_processes, run_threads, seeded
+from pairs import every_stage
+from plain import Tensors, assert_equal, batches, masters, net_loss, split, whole_states
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from zoo import Skips, make_net
+from zoo import Skips, built, make_net
 
 import zeroshard
 from zeroshard.engine.flat_grad import MAX_SEGMENTS
@@ -42,7 +43,6 @@ SMALL = 4096  # bytes: scalars of each flat, such as its norm
 every_way_to_grow = pytest.mark.parametrize(
     ("precision", "deeper"), [("fp32", True), ("bf16", True), ("fp16", True), ("fp32", False)]
 )
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Layer(nn.Sequential):
@@ -191,23 +191,13 @@ def in_one_call(optimizer: torch.optim.Optimizer) -> None:
 NET = make_net(blocks=1)  # not in a rank: threads draw from one generator
 
 
-def held(optimizer: Any) -> dict[str, torch.Tensor]:
+def held(optimizer: Any) -> Tensors:
     """What this rank holds: the values of its runs and their states."""
     found = {}
     for number, run in enumerate(optimizer._groups.all_slices):
         found[str(number)] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
             found[f"{number} {key}"] = torch.as_tensor(value).clone()
-    return found
-
-
-def whole_states(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Parameters as they compute and as they are updated, and their states."""
-    found = full_parameters(model)
-    for name in list(found):
-        found[f"{name} exact"] = zeroshard.full_parameter(model, name)
-        for key, value in zeroshard.full_state(optimizer, name).items():
-            found[f"{name} {key}"] = torch.as_tensor(value)
     return found
 
 
@@ -219,7 +209,7 @@ def sharded(make: Callable[[Any], torch.optim.Optimizer], change: Change = lambd
     return zeroshard.shard(model, inner, **{"precision": "bf16", "bucket_size": 64, "loss_scale": 64.0, **options})
 
 
-def train(rank: int, world: int, kind: str, max_norm: float | None = None, **options: Any) -> dict[str, torch.Tensor]:
+def train(rank: int, world: int, kind: str, max_norm: float | None = None, **options: Any) -> Tensors:
     """Some steps; what comes of them."""
     model, optimizer = sharded(OPTIMIZERS[kind], **options)
     for batch in batches(7 if kind == "RAdam" else 3):  # it does otherwise from the sixth step on
@@ -302,10 +292,9 @@ def test_batches_are_exact_in_every_precision_and_clipped_equally(stage: int, mo
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @every_stage
 def test_unused_parameters_and_groups_are_updated_equally(stage: int, precision: str) -> None:
-    with seeded(0):
-        base = Skips()
+    base = built(Skips)
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         model = copy.deepcopy(base)
         groups = [[*model.layers[0].parameters(), model.layers[1].weight], [model.layers[1].bias]]
         inner = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": 0.1}], fused=True)
@@ -348,12 +337,12 @@ def test_runs_are_no_longer_than_a_bucket_cut_between_vectors_and_hold_every_ele
 
 def test_states_travel_between_sizes_of_buckets(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        def go_on(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+        def go_on(model: nn.Module, optimizer: Any) -> Tensors:
             for batch in batches(2):
                 net_loss(model, split(batch, rank, 2)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+            return masters(model)
 
         model, optimizer = sharded(OPTIMIZERS["AdamW"])
         go_on(model, optimizer)
@@ -504,7 +493,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("bucket_size", [64, 10**9])
 def test_rank_0s_buffers_reach_all_ranks_in_packs_of_one_size(bucket_size: int) -> None:
-    def body(rank: int, copies: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    def body(rank: int, copies: int) -> tuple[list[int], Tensors]:
         model, _ = zeroshard.shard(Normed(copies))
         for buffer in model.buffers():
             buffer.add_(rank)
@@ -591,7 +580,7 @@ def test_gradients_that_are_carried_on_are_counted_and_can_be_cleared_one_by_one
 # ----------------------------------------------------------------------------------------------------------- a GPU
 
 
-def on_a_gpu(rank: int, precision: str, whole: bool) -> dict[str, torch.Tensor]:
+def on_a_gpu(rank: int, precision: str, whole: bool) -> Tensors:
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     model = make_net(width=64, blocks=4).cuda()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_bytes, live_bytes_at_start
-from plain import batches, net_loss
+from plain import adamw, batches, net_loss, sharded
 from ranks import run_processes, run_threads
 from zoo import make_net
 
@@ -100,8 +101,7 @@ def test_bytes_at_rest_equal_the_formula_by_the_report_and_by_the_live_tensors(s
 
 def test_fp32_training_has_no_second_copy_of_the_parameters() -> None:
     def body(rank: int, model):
-        model = copy.deepcopy(model)
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), stage=3)
+        model, optimizer = sharded(model, partial(adamw, fused=True), stage=3)
         step(model, optimizer)
         return zeroshard.report(model).states
 
@@ -206,8 +206,7 @@ def test_frozen_blocks_below_the_trained_ones_are_released_as_forward_goes_on() 
 
 def test_report_is_data_and_prints_as_a_table() -> None:
     def body(rank: int, model):
-        model = copy.deepcopy(model)
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
+        model, optimizer = sharded(model, adamw, stage=3, precision="bf16")
         tokens = torch.arange(4).view(1, -1)
         model(tokens, tokens).backward()
         optimizer.step()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from plain import batches, net_loss
+from plain import batches, masters, net_loss
 from ranks import run_processes, run_threads
 from zoo import make_net
 
@@ -80,7 +80,7 @@ def test_a_parameter_read_whole_is_the_masters_value(stage: int, precision: str 
     def body(rank: int):
         model = copy.deepcopy(plain)
         model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage, precision=precision)
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     for parameters in run_threads(2, body):
         for name, parameter in plain.named_parameters():

@@ -9,17 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_close, assert_same_training, batches, full_parameters, net_loss, run_plain, split
+from pairs import every_stage
+from plain import (
+    Tensors,
+    assert_close,
+    assert_same_training,
+    batches,
+    full_parameters,
+    momentum,
+    net_loss,
+    run_plain,
+    sgd,
+    sharded,
+    split,
+)
 from ranks import run_processes, run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import make_net
 
 import zeroshard
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 every_norm = pytest.mark.parametrize("norm_type", [2.0, math.inf])
 WORLDS = {"1 rank": (1, None), "2 ranks": (2, None), "2x2 mesh": (4, (2, 2))}
 every_world = pytest.mark.parametrize(("world", "mesh_shape"), WORLDS.values(), ids=WORLDS)
@@ -30,12 +41,8 @@ def net() -> nn.Module:
     return make_net()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 @functools.cache
-def plain_gradients() -> dict[str, torch.Tensor]:
+def plain_gradients() -> Tensors:
     model = copy.deepcopy(net())
     net_loss(model, batches(1)[0]).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -53,12 +60,10 @@ def clip_with_torch(model: nn.Module, max_norm: float, norm_type: float) -> torc
 
 
 def after_backward(
-    rank: int, world: int, mesh_shape: tuple[int, ...] | None, make_optimizer: Any = sgd, **options: Any
+    rank: int, world: int, mesh_shape: tuple[int, ...] | None, make_optimizer: Any = momentum, **options: Any
 ) -> tuple[nn.Module, Any]:
     """A sharded pair that has the plain gradients."""
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
-    model = copy.deepcopy(net())
-    model, optimizer = zeroshard.shard(model, make_optimizer(model), mesh=mesh, **options)
+    model, optimizer = sharded(net(), make_optimizer, mesh=mesh_shape, **options)
     optimizer.scale(net_loss(model, split(batches(1)[0], rank, world))).backward()
     return model, optimizer
 
@@ -98,7 +103,7 @@ def test_clipped_training_equals_the_plain_run(place: str, max_norm: float, norm
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_same_training(world, net(), sgd, batches(3), loop, mesh=mesh_shape, bucket_size=100)
+    assert_same_training(world, net(), momentum, batches(3), loop, mesh=mesh_shape, bucket_size=100)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -148,9 +153,8 @@ def test_clipped_gradients_stay_clipped_after_the_step(options: dict[str, Any], 
 def test_nothing_is_clipped_unless_asked(stage: int) -> None:
     """Large gradients and plain steps: the update is lr times the gradient."""
 
-    def body(rank: int) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=1e-6), stage=stage)
+    def body(rank: int) -> Tensors:
+        model, optimizer = sharded(net(), partial(sgd, lr=1e-06), stage=stage)
         (1e6 * net_loss(model, split(batches(1)[0], rank, 2))).backward()
         optimizer.step()
         return full_parameters(model)
@@ -217,7 +221,7 @@ def test_a_host_sync_would_be_noticed(read: Callable[[torch.Tensor], Any]) -> No
 
 
 STEADY = {
-    "SGD": sgd,
+    "SGD": momentum,
     "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
 }
 
@@ -247,8 +251,7 @@ def test_clip_and_step_never_wait_for_the_device(
 @every_stage
 @pytest.mark.parametrize("norm_type", [1, 3, 0, "inf", -math.inf])
 def test_other_norms_are_refused(norm_type: Any, stage: int) -> None:
-    model = copy.deepcopy(net())
-    _, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+    _, optimizer = sharded(net(), momentum, stage=stage)
     with pytest.raises(ValueError, match="norm_type must be 2 or inf, got"):
         optimizer.clip_grad_norm_(1.0, norm_type)
 
@@ -257,8 +260,7 @@ def test_other_norms_are_refused(norm_type: Any, stage: int) -> None:
 @every_norm
 def test_without_gradients_the_norm_is_zero(norm_type: float, stage: int) -> None:
     def body(rank: int) -> float:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        model, optimizer = sharded(net(), momentum, stage=stage)
         norm = optimizer.clip_grad_norm_(1.0, norm_type)
         optimizer.step()
         assert_close(full_parameters(model), dict(net().named_parameters()), 0)
@@ -270,8 +272,7 @@ def test_without_gradients_the_norm_is_zero(norm_type: float, stage: int) -> Non
 @every_stage
 def test_a_norm_that_is_not_finite_can_be_an_error_on_all_ranks(stage: int) -> None:
     def body(rank: int) -> float:
-        model = copy.deepcopy(net())
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        model, optimizer = sharded(net(), momentum, stage=stage)
         loss = net_loss(model, split(batches(1)[0], rank, 2))
         (loss * (math.nan if rank == 1 else 1)).backward()
         with pytest.raises(RuntimeError, match=r"gradient norm is nan: the gradients were not clipped"):
@@ -298,8 +299,7 @@ def test_parameters_of_several_dtypes_have_one_norm(norm_type: float, stage: int
     every = torch.cat([2 * base.in32.detach().double(), 2 * base.in64.detach()])
 
     def body(rank: int) -> float:
-        model = copy.deepcopy(base)
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        model, optimizer = sharded(base, momentum, stage=stage)
         model(torch.ones(1)).backward()
         return optimizer.clip_grad_norm_(1.0, norm_type).item()
 
@@ -371,7 +371,7 @@ def test_torchs_own_clipping_is_right_or_says_what_is(
         clip_with_torch(model, 0.05, norm_type)
         optimizer.step()
 
-    wanted = run_plain(net(), sgd, batches(1), loop)
+    wanted = run_plain(net(), momentum, batches(1), loop)
     results = run_threads(world, body)
     assert len({result == "refused" for result in results}) == 1, "the ranks must agree"
     for norm, parameters in results if results[0] != "refused" else ():
@@ -407,8 +407,7 @@ def test_under_fp16_torch_never_measures_scaled_gradients(world: int, measure: A
 def test_a_clip_value_is_not_rounded(dtype: torch.dtype, default: torch.dtype) -> None:
     torch.set_default_dtype(default)
     try:
-        model = nn.Linear(4, 1, bias=False, dtype=dtype)
-        model, optimizer = zeroshard.shard(model, sgd(model))
+        model, optimizer = sharded(nn.Linear(4, 1, bias=False, dtype=dtype), momentum)
         model(torch.ones(1, 4, dtype=dtype)).sum().backward()
         optimizer.clip_grad_value_(0.1)
         found = zeroshard.full_gradient(model, "weight")

@@ -19,7 +19,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from one_pass import TorchKernel, in_one_pass
-from plain import assert_equal, batches, full_parameters, net_loss, split
+from pairs import every_stage
+from plain import (
+    Tensors,
+    assert_equal,
+    batches,
+    full_gradients,
+    net_loss,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_steps,
+    whole_states,
+)
 from ranks import run_threads
 from torch import nn
 from zoo import Block, Skips, make_net
@@ -29,7 +42,6 @@ from zeroshard.optim.fused_adam import fused_adam, triton_kernel
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
 from zeroshard.optim.hyperparams import fused_hyperparams_from_group
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NET = make_net(blocks=2)  # not in a rank: threads draw from one generator
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -46,17 +58,10 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
 
 
-def held(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+def held(model: nn.Module, optimizer: Any) -> Tensors:
     """Parameters as they compute and as they are updated, states, and gradients."""
-    found = full_parameters(model)
-    for name in list(found):
-        found[f"{name} exact"] = zeroshard.full_parameter(model, name)
-        gradient = zeroshard.full_gradient(model, name)
-        if gradient is not None:
-            found[f"{name} gradient"] = gradient
-        for key, value in zeroshard.full_state(optimizer, name).items():
-            found[f"{name} {key}"] = torch.as_tensor(value).clone()
-    return found
+    gradients = {f"{name} gradient": value for name, value in full_gradients(model).items() if value is not None}
+    return whole_states(model, optimizer) | gradients
 
 
 def train(
@@ -69,10 +74,9 @@ def train(
     accumulate: int = 1,
     clear: bool = True,
     **options: Any,
-) -> dict[str, torch.Tensor]:
-    model = copy.deepcopy(NET)
+) -> Tensors:
     options = {"precision": "bf16", "bucket_size": 200, "loss_scale": 64.0, **options}
-    model, optimizer = zeroshard.shard(model, make(model), **options)
+    model, optimizer = sharded(NET, make, **options)
     for batch in batches(steps):
         for part in split(batch, rank, world).chunk(accumulate):
             optimizer.scale(net_loss(model, part)).backward()
@@ -135,9 +139,8 @@ def test_one_and_three_ranks_update_as_torch_does(stage: int, world: int) -> Non
 @every_stage
 def test_every_element_is_updated_once_and_written_where_it_computes(stage: int) -> None:
     def body(rank: int) -> tuple[int, float]:
-        model = copy.deepcopy(NET)
         options = {"stage": stage, "precision": "bf16", "bucket_size": 200, "cast_on_gather": False}
-        model, optimizer = zeroshard.shard(model, fused(model), **options)
+        model, optimizer = sharded(NET, fused, **options)
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         copied: list[int] = []
         optimizer._engine.state_guard.copy_masters = lambda flats, device_only: copied.extend(flats)
@@ -167,14 +170,11 @@ SKIPS = Skips()
 
 @every_stage
 def test_unused_parameters_are_left_alone(stage: int) -> None:
-    def body(rank: int, world: int) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(SKIPS)
-        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+    def body(rank: int, world: int) -> Tensors:
+        model, optimizer = sharded(SKIPS, fused, stage=stage, precision="bf16", bucket_size=200)
         for number in range(6):
             data = torch.full((2, 16), 0.1 * number + rank)
-            model(data, number in (1, 4)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(data, number in (1, 4)).float().square().mean())
         return held(model, optimizer)
 
     assert_same_in_one_pass(2, body)
@@ -182,16 +182,13 @@ def test_unused_parameters_are_left_alone(stage: int) -> None:
     assert wanted["layers.1.weight step"].item() == 2 and wanted["layers.0.weight step"].item() == 6
 
 
-def overflows(rank: int, world: int, stage: int, make: Make = fused) -> dict[str, torch.Tensor]:
+def overflows(rank: int, world: int, stage: int, make: Make = fused) -> Tensors:
     """Five steps; the second and the fourth overflow on one rank."""
-    model = copy.deepcopy(NET)
     options = {"stage": stage, "precision": "fp16", "bucket_size": 200, "loss_scale": 64.0}
-    model, optimizer = zeroshard.shard(model, make(model), **options)
+    model, optimizer = sharded(NET, make, **options)
     for number, batch in enumerate(batches(5)):
         loss = optimizer.scale(net_loss(model, split(batch, rank, world)))
-        (loss * (1e30 if number % 2 and rank == 1 else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss * (1e30 if number % 2 and rank == 1 else 1))
     assert optimizer.loss_scale.item() == 16.0
     return held(model, optimizer)
 
@@ -238,7 +235,7 @@ def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("tiers", [{"optimizer": ("host", 0.5)}, {"optimizer": ("host", 0.5), "parameters": "host"}])
 def test_what_rests_on_the_device_next_to_other_tiers(tiers: Any, clip: float | None) -> None:
-    def body(rank: int, world: int, clear: bool) -> dict[str, torch.Tensor]:
+    def body(rank: int, world: int, clear: bool) -> Tensors:
         found = train(rank, world, offload=tiers, bucket_size=2048, clip=clip, clear=clear)
         return {name: value.clone() for name, value in found.items()}
 
@@ -297,9 +294,8 @@ def test_who_wants_to_see_the_call_sees_it(change: Callable[[Any], Any]) -> None
 @pytest.mark.filterwarnings("error:.*lr_scheduler")  # not garbage that an earlier test has left
 @pytest.mark.parametrize("on_inner", [True, False])
 def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
-    def body(rank: int, world: int) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(NET)
-        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16")
+    def body(rank: int, world: int) -> Tensors:
+        model, optimizer = sharded(NET, fused, precision="bf16")
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner if on_inner else optimizer, 0.5)
         for batch in batches(3):
             net_loss(model, batch).backward()
@@ -317,15 +313,11 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path: Path) -> None:
-    def body(rank: int, load: Path | None, save: Path) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(NET)
-        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+    def body(rank: int, load: Path | None, save: Path) -> Tensors:
+        model, optimizer = sharded(NET, fused, stage=stage, precision="bf16", bucket_size=200)
         if load is not None:
             zeroshard.load(load, model, optimizer)
-        for batch in batches(2):
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, shares(batches(2), rank, 2))
         zeroshard.save(save, model, optimizer)
         return held(model, optimizer)
 
@@ -339,9 +331,8 @@ def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path:
 
 def test_what_is_noted_holds_until_something_moves() -> None:
     with in_one_pass() as kernels:
-        model = copy.deepcopy(NET)
         options = {"precision": "bf16", "bucket_size": 200, "cast_on_gather": False}
-        model, optimizer = zeroshard.shard(model, fused(model), **options)
+        model, optimizer = sharded(NET, fused, **options)
 
         def step() -> int:
             net_loss(model, batches(1)[0]).backward()
@@ -370,12 +361,11 @@ def test_what_is_noted_holds_until_something_moves() -> None:
 def test_states_of_another_optimizer_are_not_touched() -> None:
     """Loaded from one with amsgrad: torch decides what becomes of them."""
     with in_one_pass() as kernels:
-        model = copy.deepcopy(NET)
         plain = copy.deepcopy(NET)
         other = fused(plain, amsgrad=True)
         net_loss(plain, batches(1)[0]).backward()
         other.step()
-        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16")
+        model, optimizer = sharded(NET, fused, precision="bf16")
         loaded = other.state_dict()
         loaded["param_groups"][0]["amsgrad"] = False
         optimizer.load_state_dict(loaded)
@@ -499,8 +489,7 @@ def test_units_of_stage_3_lie_in_a_row_for_each_piece_of_the_gradients() -> None
     """Shards of all units lie side by side, for parameters as for the gradients of a piece: a row for each run."""
 
     def body(rank: int) -> int:
-        model = copy.deepcopy(BLOCKS)
-        model, optimizer = zeroshard.shard(model, fused(model), stage=3, precision="bf16")
+        model, optimizer = sharded(BLOCKS, fused, stage=3, precision="bf16")
         model(torch.ones(1, 8)).float().sum().backward()
         optimizer.step()
         return len(optimizer._groups.all_slices)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import Tensors
 
 from zeroshard.engine import GradScale
 from zeroshard.optim.cpu.kernels import _beta_power_table
@@ -42,9 +43,7 @@ def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, o
     return found
 
 
-def host_update(
-    native: Any, strip: SliceTensors, numbers: AdamHyperparams, step: int, factors: dict[str, torch.Tensor]
-) -> list[Any]:
+def host_update(native: Any, strip: SliceTensors, numbers: AdamHyperparams, step: int, factors: Tensors) -> list[Any]:
     """What the host's native kernel makes of a strip, by the formulas of a GPU."""
     old = (strip.master.clone(), strip.exp_avg.clone(), strip.exp_avg_sq.clone())
     lr = float(numbers.lr)
@@ -55,7 +54,7 @@ def host_update(
     return list(old)
 
 
-CASES: dict[str, tuple[torch.dtype, torch.dtype | None, int, dict[str, Any], dict[str, torch.Tensor]]] = {
+CASES: dict[str, tuple[torch.dtype, torch.dtype | None, int, dict[str, Any], Tensors]] = {
     "bf16": (torch.bfloat16, torch.bfloat16, 0, {}, {}),
     "fp16, scaled and clipped": (torch.float16, torch.float16, 0, {}, FACTORS),
     "fp32, its own copy": (torch.float32, None, 0, {}, {"clip_coef": torch.tensor(0.3)}),

@@ -11,11 +11,25 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, Outer, PlainReplicas, Values
-from plain import adamw_in_groups, assert_close, batches, full_parameters, net_loss, split
+from pairs import every_stage
+from plain import (
+    adamw_in_groups,
+    assert_close,
+    batches,
+    copied,
+    full_parameters,
+    mesh_of,
+    net_loss,
+    of,
+    sharded,
+    split,
+    take_step,
+    train_step,
+)
 from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from zoo import make_net
+from zoo import built, make_net
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -23,10 +37,6 @@ from zeroshard.planner import predict_memory
 
 STAGES = [0, 1, 2, 3]
 OUTER_ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-
-
-def mesh_of(shape: tuple[int, ...]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def train(
@@ -42,8 +52,7 @@ def train(
     **options: Any,
 ) -> tuple[Values, list[float], zeroshard.Report]:
     """Train one rank; return the values of its replica, the norms and the report."""
-    model = copy.deepcopy(model)
-    model, optimizer = zeroshard.shard(model, make(model), mesh=mesh_of(shape), **options)
+    model, optimizer = sharded(model, make, mesh=shape, **options)
     norms = []
     for batch in data:
         parts = split(batch, rank, 4).chunk(accumulate)
@@ -72,7 +81,7 @@ ignore = pytest.mark.filterwarnings("ignore:.*between two averages")
         *(((2, 2), 128, DILOCO), ((4, 1), 2**25, None), ((4, 1), 2**25, OUTER_ADAM)),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_training_gives_the_numbers_of_a_plain_loop_over_replicas(
     stage: int, shape: tuple[int, int], bucket_size: int, outer: Outer
 ) -> None:
@@ -119,7 +128,7 @@ def test_bf16_masters_are_averaged_in_fp32() -> None:
 
 @ignore
 @pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_a_replica_accumulates_and_clips_by_its_own_norm(stage: int, no_sync: bool) -> None:
     model, data = make_net(), batches(5, rows=24)
     plain, wanted = PlainReplicas(model, adamw_in_groups, 2, 2), []
@@ -235,10 +244,9 @@ def part_of(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @ignore
 @pytest.mark.parametrize("outer", [None, DILOCO])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_unused_tied_frozen_and_late_parameters_and_a_scheduler(stage: int, outer: Outer) -> None:
-    with seeded(0):
-        model = Mixed()
+    model = built(Mixed)
     plain = PlainReplicas(model, mixed_adam, 2, 3, outer)
     loops = [mixed_steps(plain.models[r], r, [part_of(2 * r), part_of(2 * r + 1)], stage) for r in range(2)]
     for loop, optimizer in zip(loops, plain.optimizers, strict=True):
@@ -251,9 +259,8 @@ def test_unused_tied_frozen_and_late_parameters_and_a_scheduler(stage: int, oute
             next(loop, None)
 
     def body(rank: int) -> Values:
-        ours = copy.deepcopy(model)
         options: dict[str, Any] = {"local_steps": 3, "outer_optimizer": outer, "stage": stage}
-        ours, optimizer = zeroshard.shard(ours, mixed_adam(ours), mesh=mesh_of((2, 2)), **options)
+        ours, optimizer = sharded(model, mixed_adam, mesh=(2, 2), **options)
         loop = mixed_steps(ours, rank // 2, [part_of(rank)], stage)
         next(loop)
         loop.send(optimizer)
@@ -297,9 +304,7 @@ def test_parameters_in_no_group_are_left_as_they_are(stage: int, shape: tuple[in
         for step in range(6):
             if step == 4:  # as if it had never been stored beside the others
                 optimizer.add_param_group({"params": [ours.free], "lr": 0.0})
-            ours(data[step] * (1 + rank // shape[-1] if len(shape) > 1 else 1 + rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, ours(data[step] * (1 + rank // shape[-1] if len(shape) > 1 else 1 + rank)))
             if step % 2:
                 found.append(full_parameters(ours))
         return found
@@ -312,9 +317,7 @@ def test_parameters_in_no_group_are_left_as_they_are(stage: int, shape: tuple[in
     ranks = run_threads(math.prod(shape), body)
     for step in range(4):
         for number, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            replica(data[step] * (1 + number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, replica(data[step] * (1 + number)))
         for name in names if step % 2 else ():
             mean = torch.stack([replica.get_parameter(name).detach() for replica in replicas]).mean(0)
             anchors[name].grad = anchors[name].detach() - mean
@@ -357,15 +360,11 @@ def test_a_step_of_the_outer_optimizer_looks_at_one_bucket() -> None:
 
 def test_averages_are_counted_as_their_own_kind() -> None:
     def body(rank: int, outer: Outer) -> list[Any]:
-        model = make_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"stage": 2, "local_steps": 2, "outer_optimizer": outer, "bucket_size": 64}
-        model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh_of((2, 2)), **options)
+        model, optimizer = sharded(make_net(), of(torch.optim.SGD, lr=0.1), mesh=(2, 2), **options)
         found = []
         for batch in batches(4):
-            net_loss(model, split(batch, rank, 4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, split(batch, rank, 4))
             report = zeroshard.report(model)
             found.append((report.collectives.get("replica average"), report.memory.get(("outer optimizer", "device"))))
         shard = sum(flat.layout.shard_numel for unit in model._zeroshard.engine.units for flat in unit.flats)
@@ -381,8 +380,7 @@ def test_averages_are_counted_as_their_own_kind() -> None:
 
 def test_replicas_exchange_nothing_between_averages() -> None:
     def body(rank: int) -> dict[str, int]:
-        model = make_net()
-        model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2, 2)), local_steps=50)
+        model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2, 2), local_steps=50)
         axis, sent = model._zeroshard.engine.comm.average_axis, 0
         assert axis.size == 2 and not model._zeroshard.engine.comm.replicate_axes
         for batch in batches(3):
@@ -399,8 +397,7 @@ def test_replicas_exchange_nothing_between_averages() -> None:
 
 @ignore
 def test_an_ema_is_that_of_the_mean_and_buffers_are_those_of_the_first_replica() -> None:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    model = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
     data = [torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
 
     def body(rank: int) -> Any:
@@ -409,9 +406,7 @@ def test_an_ema_is_that_of_the_mean_and_buffers_are_those_of_the_first_replica()
         ours, optimizer = zeroshard.shard(ours, sgd, mesh=mesh_of((2, 2)), stage=2, local_steps=2)
         ema, found = zeroshard.EMA(ours, 0.5), []
         for x in data:
-            ours(split(x, rank, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, ours(split(x, rank, 4)).square().mean())
             ema.update()
             with ema.swapped():
                 averages = full_parameters(ours)
@@ -419,7 +414,7 @@ def test_an_ema_is_that_of_the_mean_and_buffers_are_those_of_the_first_replica()
         return found
 
     ranks = run_threads(4, body)
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = copied(model)
     for step in range(len(data)):
         values, averages, buffers = zip(*(found[step] for found in ranks), strict=True)
         for name in average:  # of the mean of both replicas, in every step
@@ -432,16 +427,13 @@ def test_an_ema_is_that_of_the_mean_and_buffers_are_those_of_the_first_replica()
 @ignore
 def test_an_overflow_skips_the_step_on_all_replicas_and_counts() -> None:
     def body(rank: int) -> Any:
-        model = make_net()
         options: dict[str, Any] = {"precision": "fp16", "local_steps": 2, "stage": 2, "loss_scale": 8.0}
-        model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2, 2)), **options)
+        model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2, 2), **options)
         start, scales, counts = full_parameters(model), [], []
         for number, batch in enumerate(batches(4)):
             loss = net_loss(model, split(batch, rank, 4))
             loss = loss * float("inf") if number == 0 and rank == 3 else loss
-            optimizer.scale(loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, optimizer.scale(loss))
             scales.append(optimizer.loss_scale.item())
             counts.append(optimizer.local_steps.count)
             if number == 0:
@@ -508,7 +500,7 @@ def test_several_optimizers_count_their_own_steps() -> None:
         assert torch.equal(ours[name], other[name]) == (not name.startswith("head"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_parameters_that_are_stored_together_cannot_be_added_to_two_optimizers(stage: int) -> None:
     """Each average would change the other's parameters, and the outer optimizer would update them twice."""
 
@@ -537,11 +529,8 @@ def test_parameters_that_are_stored_together_cannot_be_added_to_two_optimizers(s
 @pytest.mark.guarantee("Between two averages")
 def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
     def body(rank: int) -> None:
-        model = make_net()
-        model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2, 2)), local_steps=8)
-        net_loss(model, split(batches(1)[0], rank, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2, 2), local_steps=8)
+        train_step(model, optimizer, split(batches(1)[0], rank, 4))
         for call in (lambda: zeroshard.unwrap(model), lambda: zeroshard.gathered(model, write_rank=0).__enter__()):
             with pytest.raises(RuntimeError, match=r"1 steps alone .* call zeroshard.average_replicas"):
                 call()
@@ -561,8 +550,7 @@ def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
 )
 def test_a_read_between_averages_warns(read: Callable[[nn.Module], Any]) -> None:
     def body(rank: int) -> None:
-        model = make_net()
-        model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2,)), stage=0, local_steps=8)
+        model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2,), stage=0, local_steps=8)
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         optimizer.step()
         read(model)
@@ -649,7 +637,7 @@ def test_replicas_with_different_learning_rates_are_found() -> None:
 
 
 @pytest.mark.parametrize("offload", [None, "host"])
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_the_planner_knows_the_bytes_of_the_outer_optimizer(stage: int, offload: str | None) -> None:
     options: dict[str, Any] = {"stage": stage, "offload": offload, "outer_optimizer": DILOCO, "local_steps": 2}
     if stage == 0 and offload is not None:
@@ -665,10 +653,9 @@ def test_the_planner_knows_the_bytes_of_the_outer_optimizer(stage: int, offload:
 
 def test_a_plan_leaves_the_replicas_as_they_are() -> None:
     def body(rank: int) -> Any:
-        model = make_net()
         options: dict[str, Any] = {"stage": "auto", "local_steps": 2, "outer_optimizer": DILOCO}
         example = torch.zeros(2, 5, dtype=torch.int64)
-        model, _ = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2, 2)), inputs=(example,), **options)
+        model, _ = sharded(make_net(), adamw_in_groups, mesh=(2, 2), inputs=(example,), **options)
         return model._zeroshard.engine.context.config.partition
 
     assert run_threads(4, body) == ["hybrid"] * 4
@@ -678,8 +665,7 @@ def test_a_plan_leaves_the_replicas_as_they_are() -> None:
 
 
 def average_alone(rank: int) -> None:
-    model = make_net()
-    model, optimizer = zeroshard.shard(model, adamw_in_groups(model), stage=0, local_steps=2)
+    model, optimizer = sharded(make_net(), adamw_in_groups, stage=0, local_steps=2)
     for number in range(2):
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         optimizer.step()
@@ -709,13 +695,10 @@ def test_states_on_disk_are_averaged(tmp_path: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_states_moved_to_the_host_and_back_go_on(stage: int) -> None:
     def body(rank: int, moves: bool) -> Values:
-        model = make_net()
         options: dict[str, Any] = {"stage": stage, "local_steps": 2, "outer_optimizer": DILOCO}
-        model, optimizer = zeroshard.shard(model, adamw_in_groups(model), mesh=mesh_of((2, 2)), **options)
+        model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2, 2), **options)
         for batch in batches(5):
-            net_loss(model, split(batch, rank, 4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, split(batch, rank, 4))
             if moves:
                 before = zeroshard.report(model).memory["outer optimizer", "device"].now
                 zeroshard.offload_states(model)
@@ -734,8 +717,7 @@ def test_replicas_of_a_tensor_parallel_model(stage: int, tmp_path: Any) -> None:
     config = GPTConfig(vocab_size=32, layers=2, heads=2, width=16, context=8)
 
     def body(rank: int, shape: tuple[int, ...], names: tuple[str, ...], at: int | None) -> Values:
-        with seeded(0):
-            model: Any = GPT(config)
+        model: Any = built(lambda: GPT(config))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         options: dict[str, Any] = {"stage": stage, "local_steps": 2, "outer_optimizer": DILOCO}
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -749,9 +731,7 @@ def test_replicas_of_a_tensor_parallel_model(stage: int, tmp_path: Any) -> None:
                 zeroshard.load(tmp_path / "step", model, optimizer)
             generator = torch.Generator().manual_seed(10 * number + replica)
             tokens = torch.randint(32, (2, 8), generator=generator)
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(tokens, tokens))
         return zeroshard.state_dict(model, rank=None)
 
     wanted = run_threads(4, body, (2, 2), ("replicate", "shard"), None)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain import full_parameters
-from ranks import run_processes, seeded
+from plain import copied, full_parameters
+from ranks import run_processes
 from torch import nn
+from zoo import built
 
 import zeroshard
 
@@ -33,8 +34,7 @@ class Distance(nn.Module):
 
 
 def make_model() -> Any:
-    with seeded(0):
-        return nn.ModuleList([Distance(256, 256), Distance(64), Distance(128, 512)])
+    return built(lambda: nn.ModuleList([Distance(256, 256), Distance(64), Distance(128, 512)]))
 
 
 def make(name: str, model: nn.Module) -> Any:
@@ -54,7 +54,7 @@ def train_plain(name: str) -> dict[str, torch.Tensor]:
     model = make_model()
     optimizer = make(name, model)
     train(model, optimizer, 0, STEPS)
-    return {key: p.detach() for key, p in model.named_parameters()}
+    return copied(model)
 
 
 @torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes longer than all tests
@@ -143,7 +143,7 @@ def test_overrides_of_single_parameters_are_those_of_the_plain_run(tmp_path: Pat
     pytest.importorskip("bitsandbytes")
     model = make_model()
     _, dtypes = train_with_overrides(model, 0, STEPS)
-    expected = {key: p.detach() for key, p in model.named_parameters()}
+    expected = copied(model)
     assert dtypes == [torch.float32, torch.float32, torch.uint8]  # the second has less than 4096 elements
     path = str(tmp_path / "a")
     run_processes(2, save_and_resume_with_overrides, 0, STEPS // 2, 2, path)

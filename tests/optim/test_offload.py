@@ -19,7 +19,7 @@ import pytest
 import torch
 from live import live_beyond, live_bytes_at_start
 from offloaded import OPTIMIZERS, Case, assert_same, everything, loop, train
-from plain import batches, net_loss
+from plain import adamw, batches, momentum, net_loss, sharded, take_step, train_steps
 from torch import nn
 from zoo import make_net
 
@@ -132,13 +132,8 @@ def test_sixteen_bits_with_loss_scale_and_overflow(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_models_whose_own_dtype_the_native_update_does_not_serve(dtype: torch.dtype) -> None:
     def run(choice: Any) -> Any:
-        model = make_net(blocks=1).to(dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = zeroshard.shard(model, optimizer, stage=3, offload=choice)
-        for batch in batches(4):
-            net_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = sharded(make_net(blocks=1).to(dtype), adamw, stage=3, offload=choice)
+        train_steps(model, optimizer, batches(4))
         return everything(model, optimizer)
 
     wanted = run(None)
@@ -159,11 +154,7 @@ def test_the_reference_gpt_from_the_meta_device() -> None:
         losses = []
         for _ in range(5):
             tokens = torch.randint(64, (4, 16), generator=generator)
-            loss = model(tokens, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(take_step(optimizer, model(tokens, tokens)))
         return {"losses": losses, **everything(model, optimizer)}
 
     wanted = run(None)
@@ -402,10 +393,7 @@ def maps_of_files() -> int:
 def test_nothing_is_left_when_model_and_optimizer_go(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def live() -> Any:
         model, optimizer = Case(options={"stage": 3}).make(offload({"host": 0.5, "disk": 0.5}, parameters="disk"))
-        for batch in batches(4):
-            net_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, batches(4))
         if way == "at rest":
             zeroshard.full_parameter(model, "head.weight")
         elif way == "ahead":
@@ -581,9 +569,7 @@ def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.M
     plain = copy.deepcopy(model)
     sharded, stepper = zeroshard.shard(model, torch.optim.RMSprop(model.parameters(), lr=0.1), stage=1, offload="host")
     for net, optimizer in ((plain, torch.optim.RMSprop(plain.parameters(), lr=0.1)), (sharded, stepper)):
-        net(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, net(torch.ones(2, 8)).sum())
         optimizer.step()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(zeroshard.full_parameter(sharded, name), parameter.detach())
@@ -602,12 +588,10 @@ def test_an_edit_right_after_a_step_is_not_written_over_by_its_update(
         move(self, way, *args)
 
     monkeypatch.setattr(OffloadFile, "transfer", slow)
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, stepper = zeroshard.shard(model, optimizer, stage=1, offload=Offload(optimizer="disk", directory=tmp_path))
-    model(torch.ones(2, 4)).sum().backward()
-    stepper.step()
-    stepper.zero_grad()
+    model, stepper = sharded(
+        nn.Linear(4, 4, bias=False), momentum, stage=1, offload=Offload(optimizer="disk", directory=tmp_path)
+    )
+    take_step(stepper, model(torch.ones(2, 4)).sum())
     expected = 0.5 * model.weight.detach().clone()
     model.weight.data.mul_(0.5)
     stepper.step()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, net_loss
+from plain import adamw, batches, net_loss, of, sharded, take_step, train_step
 
 import zeroshard
 from zeroshard.memory.disk.disk import Disk, Transfer
@@ -55,9 +55,7 @@ def test_an_interrupted_wait_harms_nothing(where: str, monkeypatch: pytest.Monke
         for number, batch in enumerate(batches(3)):
             if number and offload is not None:
                 interrupt(partial(net_loss, model, batch) if where == "forward" else optimizer._cpu_updates.wait)
-            net_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch)
         return everything(model, optimizer)
 
     def interrupt(waits: Any) -> None:
@@ -134,8 +132,9 @@ def test_complex_numbers_rest_on_the_host_too() -> None:
 
     def run(offload: Any) -> Any:
         torch.manual_seed(0)
-        model: Any = torch.nn.Linear(4, 3, dtype=torch.complex64)
-        model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=2, offload=offload)
+        model, optimizer = sharded(
+            torch.nn.Linear(4, 3, dtype=torch.complex64), of(torch.optim.Adam), stage=2, offload=offload
+        )
         norms = []
         for _ in range(3):
             model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
@@ -151,13 +150,11 @@ def test_a_learning_rate_that_is_a_tensor_gives_the_same_bits() -> None:
 
     def run(offload: Any) -> Any:
         torch.manual_seed(0)
-        model: Any = torch.nn.Linear(32, 32)
-        adam = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
-        model, optimizer = zeroshard.shard(model, adam, stage=2, offload=offload)
+        model, optimizer = sharded(
+            torch.nn.Linear(32, 32), partial(adamw, lr=torch.tensor(0.01)), stage=2, offload=offload
+        )
         for _ in range(4):
-            model(torch.randn(2, 32)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(2, 32)).square().sum())
         return everything(model, optimizer)
 
     assert_same(run("host"), run(None))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, net_loss
+from plain import batches, net_loss, of, sharded, take_step
 from zoo import make_net
 
 import zeroshard
@@ -510,14 +510,11 @@ class Borrowing(torch.nn.Module):
 def test_any_use_of_a_parameter_that_is_being_updated_waits_for_it(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(offload: Any) -> list[float]:
         torch.manual_seed(0)
-        model = Borrowing()
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), offload=offload)
+        model, optimizer = sharded(Borrowing(), of(torch.optim.SGD, lr=0.1), offload=offload)
         told = []
         for _ in range(4):
             loss = model(torch.ones(2, 8)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             told += [loss.item(), *([model.child.weight.sum().item()] if read else [])]
         return told
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, loop, train
-from plain import batches
-from ranks import RanksFailed, run_processes, run_threads, seeded
-from zoo import Block, make_net
+from pairs import every_stage
+from plain import batches, take_step
+from ranks import RanksFailed, run_processes, run_threads
+from zoo import Block, built, make_net
 
 import zeroshard
 from zeroshard.comm.consistency import RanksDisagreeError
@@ -46,7 +47,7 @@ def assert_unchanged(world: int, case: Case, *choices: Any, run: Any = run_threa
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_every_stage_on_every_number_of_ranks(stage: int, world: int) -> None:
     number = 4 * world + stage
     case = Case(
@@ -62,7 +63,7 @@ def test_every_stage_on_every_number_of_ranks(stage: int, world: int) -> None:
     assert_unchanged(world, case, offload("host", **params), offload(RESTS[(number + 1) % 6], **gradients))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 def test_accumulation_and_no_sync_on_two_ranks(stage: int) -> None:
     case = Case(steps=4, accumulate=(2, 3), clip=(0.05, None), unsynchronised=stage % 2 == 0, options={"stage": stage})
     assert_unchanged(2, case, offload("host"), offload({"host": 0.5, "disk": 0.5}))
@@ -105,9 +106,7 @@ def test_a_rank_with_nothing_near_skips_an_overflow_like_those_with_something() 
         model, optimizer = zeroshard.shard(model, optimizer, offload=choice, stage=2, precision="fp16", timeout=10)
         for number in range(4):
             loss = model(torch.ones(1, 1)).float().square().mean() * (1e38 if number == 1 else 1)
-            optimizer.scale(loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, optimizer.scale(loss))
         return everything(model, optimizer)
 
     wanted = run_threads(4, body, None)
@@ -262,8 +261,7 @@ class Branching(torch.nn.Module):
 
 
 def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
-    with seeded(0):
-        model: Any = Branching()
+    model: Any = built(Branching)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = zeroshard.shard(model, adam, stage=stage, offload=offload, timeout=10)
     for number in range(5):
@@ -276,9 +274,7 @@ def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
                 model(x)
             continue  # all skip the batch
         differs = rank == 1 and number > 1 and not failing
-        model(x, without=number % 3 if differs else None).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x, without=number % 3 if differs else None).square().sum())
     return everything(model, optimizer)
 
 

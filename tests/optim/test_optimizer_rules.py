@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_equal, assert_same_training, batches, full_parameters, net_loss, train_steps
+from plain import assert_equal, assert_same_training, batches, full_parameters, net_loss, of, sharded, train_steps
 from ranks import run_threads
 from rules import Rule
 from torch import nn
@@ -58,8 +58,7 @@ def test_a_rule_may_keep_its_gradient(world: int, loop: Any, options: Any, eleme
 
 def test_zeros_are_not_written_to_a_gradient_that_is_a_state() -> None:
     def body(rank: int) -> None:
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, all_but_empty(model), elementwise=False)
+        model, optimizer = sharded(BASE, all_but_empty, elementwise=False)
         optimizer.zero_grad(set_to_none=False)
         net_loss(model, DATA[0]).backward()
         optimizer.step()
@@ -93,9 +92,7 @@ def test_a_resumed_run_keeps_the_dtypes_of_states(
     base = copy.deepcopy(BASE).to(torch.bfloat16)
 
     def make(precision: Any) -> tuple[Any, Any]:
-        model = copy.deepcopy(base)
-        optimizer = OwnDtype(model.parameters(), dtype=dtype)
-        return zeroshard.shard(model, optimizer, precision=precision, elementwise=elementwise)
+        return sharded(base, of(OwnDtype, dtype=dtype), precision=precision, elementwise=elementwise)
 
     def body(rank: int) -> None:
         model, optimizer = make(precision)
@@ -149,8 +146,7 @@ class Optional(Rule):
 
 def test_a_rule_that_changes_after_shard_is_tried_again() -> None:
     def body(rank: int) -> None:
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, Optional(model.parameters()))
+        model, optimizer = sharded(BASE, of(Optional))
         train_steps(model, optimizer, DATA[:1])
         group = optimizer.param_groups[0]
         with pytest.MonkeyPatch.context() as patch:  # what a scheduler or the rule itself changes is not tried

@@ -11,20 +11,31 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
-from plain import assert_close, full_parameters
-from ranks import RanksFailed, run_threads, seeded
+from plain import (
+    adam,
+    assert_close,
+    assert_same_training,
+    full_parameters,
+    masters,
+    of,
+    sgd,
+    sharded,
+    square_steps,
+    take_step,
+)
+from ranks import RanksFailed, run_threads
 from rules import Rule
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
+from zoo import built
 
 import zeroshard
 from zeroshard.optim.elementwise_check import find_whole_param_groups
 
 
 def make_model() -> nn.Module:
-    with seeded(0):
-        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1))
+    return built(lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1)))
 
 
 MODEL = make_model()
@@ -245,28 +256,12 @@ class ByName(Own):
 def test_attributes_and_names_of_parameters_are_there_in_a_step(kind: Any) -> None:
     """A rule that reads them is never run on slices, which have none, even if it is elementwise for the rest."""
 
-    def flagged() -> Any:
-        model: Any = copy.deepcopy(MODEL)
+    def make(model: Any) -> torch.optim.Optimizer:
         for name, p in model.named_parameters():
             p.use_muon = name == "0.weight"
-        return model, kind(model.named_parameters() if kind is ByName else model.parameters())
+        return kind(model.named_parameters() if kind is ByName else model.parameters())
 
-    plain, optimizer = flagged()
-    for _ in range(3):
-        plain(DATA).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def body(rank: int) -> Any:
-        model, ours = zeroshard.shard(*flagged(), stage=3)
-        for _ in range(3):
-            model(DATA[4 * rank : 4 * rank + 4]).pow(2).mean().backward()
-            ours.step()
-            ours.zero_grad()
-        return full_parameters(model)
-
-    for parameters in run_threads(2, body):
-        assert_close(parameters, dict(plain.named_parameters()))
+    assert_same_training(2, MODEL, make, [DATA] * 3, square_steps, stages=[3])
 
 
 class NeedsClosure(Own):
@@ -398,27 +393,10 @@ class MakesStates(Own):
 
 
 def test_a_class_with_its_own_constructor_and_states_runs() -> None:
-    plain = copy.deepcopy(MODEL)
-    optimizer = MakesStates(0.1, of=plain.parameters())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)  # a warmup begins with 0: nothing would move
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1
-    for _ in range(3):
-        plain(DATA).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return MakesStates(0.1, of=model.parameters())
 
-    def body(rank: int) -> Any:
-        model = copy.deepcopy(MODEL)
-        model, ours = zeroshard.shard(model, MakesStates(0.1, of=model.parameters()), stage=3)
-        for _ in range(3):
-            model(DATA[4 * rank : 4 * rank + 4]).pow(2).mean().backward()
-            ours.step()
-            ours.zero_grad()
-        return full_parameters(model)
-
-    for parameters in run_threads(2, body):
-        assert_close(parameters, dict(plain.named_parameters()))
+    assert_same_training(2, MODEL, make, [DATA] * 3, square_steps, stages=[3])
 
 
 class ByGroup(Own):
@@ -480,23 +458,10 @@ class Replaces(Own):
 @pytest.mark.usefixtures("tried_once")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_may_replace_the_tensors_of_parameters(stage: int) -> None:
-    def train(model: Any, wrap: Any, data: torch.Tensor) -> Any:
-        groups = [{"params": model[0].parameters(), "normalise": True}, {"params": model[2:].parameters()}]
-        model, optimizer = wrap(model, Replaces(groups))
-        for _ in range(3):
-            model(data).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
+    def make(model: Any) -> torch.optim.Optimizer:
+        return Replaces([{"params": model[0].parameters(), "normalise": True}, {"params": model[2:].parameters()}])
 
-    plain = train(copy.deepcopy(MODEL), lambda *pair: pair, DATA)
-
-    def body(rank: int) -> Any:
-        wrap = partial(zeroshard.shard, stage=stage)
-        return full_parameters(train(copy.deepcopy(MODEL), wrap, DATA[4 * rank : 4 * rank + 4]))
-
-    for parameters in run_threads(2, body):
-        assert_close(parameters, dict(plain.named_parameters()))
+    assert_same_training(2, MODEL, make, [DATA] * 3, square_steps, stages=[stage])
 
 
 # ------------------------------------------------------------------------------------------------------ train and eval
@@ -540,9 +505,7 @@ def averaged(model: Any, optimizer: Any, data: torch.Tensor, by: Any) -> list[to
     for _ in range(2):
         by.train()
         for _ in range(2):
-            model(data).float().pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(data).float().pow(2).mean())
         by.eval()
         with torch.no_grad():
             outputs.append(model(DATA).float())
@@ -567,7 +530,7 @@ def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision
         with pytest.raises(RuntimeError, match="call train"):
             model(DATA).float().sum().backward()
             ours.step()
-        parameters = {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
+        parameters = masters(model)
         _, given_back = zeroshard.unwrap(model, ours)
         assert given_back is inner and "eval" not in vars(inner)
         inner.train()
@@ -586,8 +549,7 @@ def test_an_optimizer_that_averages_is_elementwise() -> None:
 
 
 def test_train_and_eval_are_there_only_where_the_inner_optimizer_has_them() -> None:
-    model = copy.deepcopy(MODEL)
-    _, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _, optimizer = sharded(MODEL, sgd)
     assert not hasattr(optimizer, "train") and not hasattr(optimizer, "eval")
 
 
@@ -604,11 +566,8 @@ class Blocks(Own):
 
 def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path) -> None:
     def body(rank: int) -> list[str]:
-        model = copy.deepcopy(MODEL)
-        model, optimizer = zeroshard.shard(model, Blocks(model.parameters()), stage=2, elementwise=True)
-        model(DATA).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model, optimizer = sharded(MODEL, of(Blocks), stage=2, elementwise=True)
+        take_step(optimizer, model(DATA).sum())
         told = []
         for call in (
             optimizer.state_dict,
@@ -632,15 +591,15 @@ def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path)
     with pytest.raises(ValueError, match=r"the state 'absmax' of '0.weight', of shape \(4,\), is neither elementwise"):
         zeroshard.shard(model, optimizer, elementwise=True)
     ours = copy.deepcopy(MODEL)
-    ours, sharded = zeroshard.shard(ours, Blocks(ours.parameters()), elementwise=True)
+    ours, stepper = zeroshard.shard(ours, Blocks(ours.parameters()), elementwise=True)
     for call in (
-        lambda: sharded.load_state_dict(optimizer.state_dict()),
-        lambda: zeroshard.load(tmp_path / "plain", ours, sharded),
+        lambda: stepper.load_state_dict(optimizer.state_dict()),
+        lambda: zeroshard.load(tmp_path / "plain", ours, stepper),
     ):
         with pytest.raises((ValueError, RuntimeError), match=r"the state 'absmax' of '0\.weight'"):
             call()
     ours(DATA).sum().backward()  # nothing has changed
-    sharded.step()
+    stepper.step()
 
 
 class Subclass(Own):
@@ -654,9 +613,7 @@ class Subclass(Own):
 
 def test_states_that_are_tensor_subclasses_are_saved_by_their_owners(tmp_path: Path) -> None:
     def step(model: Any, optimizer: Any) -> None:
-        model(DATA).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(DATA).pow(2).mean())
 
     plain = copy.deepcopy(MODEL)
     expected = Subclass(plain.parameters())
@@ -665,8 +622,7 @@ def test_states_that_are_tensor_subclasses_are_saved_by_their_owners(tmp_path: P
         step(plain, expected)
 
     def body(rank: int, stage: int, is_load: bool) -> Any:
-        model = copy.deepcopy(MODEL)
-        model, optimizer = zeroshard.shard(model, Subclass(model.parameters()), stage=stage, elementwise=False)
+        model, optimizer = sharded(MODEL, of(Subclass), stage=stage, elementwise=False)
         if is_load:
             zeroshard.load(tmp_path / "a", model, optimizer)
         else:
@@ -732,12 +688,9 @@ def test_step_counts_and_options_of_earlier_versions_are_loaded_as_by_torch(kind
     x = torch.arange(12.0).view(3, 4) / 12
 
     def train(model: Any, optimizer: Any) -> None:
-        model(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x).square().sum())
 
-    with seeded(0):
-        plain = nn.Linear(4, 4)
+    plain = built(lambda: nn.Linear(4, 4))
     ours = copy.deepcopy(plain)
     sides = [(plain, kind(plain.parameters())), zeroshard.shard(ours, kind(ours.parameters(), maximize=True))]
     train(*sides[0])
@@ -758,8 +711,7 @@ def test_step_counts_and_options_of_earlier_versions_are_loaded_as_by_torch(kind
 
 
 def test_a_loaded_state_dict_does_not_change_with_the_optimizer() -> None:
-    model = nn.Linear(3, 2)
-    model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5)), stage=2)
+    _, optimizer = sharded(nn.Linear(3, 2), partial(adam, lr=torch.tensor(0.5)), stage=2)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does
@@ -776,11 +728,8 @@ class SumInState(Own):
 
 def test_numbers_that_differ_from_rank_to_rank_are_not_saved(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model = nn.Linear(30, 20, bias=False)
-        model, optimizer = zeroshard.shard(model, SumInState(model.parameters()), elementwise=True)
-        model(DATA[:, :1].expand(8, 30) * torch.arange(30)).pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model, optimizer = sharded(nn.Linear(30, 20, bias=False), of(SumInState), elementwise=True)
+        take_step(optimizer, model(DATA[:, :1].expand(8, 30) * torch.arange(30)).pow(2).sum())
         with pytest.raises(RuntimeError, match="the state 'd' of 'weight' differs between ranks"):
             optimizer.state_dict()
         with pytest.raises(RuntimeError, match="scalar states of 'weight' differ between ranks"):
@@ -802,9 +751,7 @@ def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> N
         model: Any = copy.deepcopy(MODEL)[:3]  # type: ignore[index]  # no parameter of one element
         model, optimizer = zeroshard.shard(model, Vector(model.parameters()), stage=3)
         for number in range(3):
-            model(DATA).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(DATA).sum())
             if number == 0:
                 zeroshard.save(tmp_path / "a", model, optimizer)
             if number == 1:
@@ -817,9 +764,7 @@ def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> N
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_states_of_before_a_load_do_not_come_back(tier: str, tmp_path: Path) -> None:
     def step(model: Any, optimizer: Any, times: float = 1.0) -> None:
-        (times * model(DATA).pow(2).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, times * model(DATA).pow(2).mean())
 
     makes = [lambda m: torch.optim.RMSprop(m.parameters()), lambda m: torch.optim.Adam(m.parameters(), amsgrad=True)]
     for number, make in enumerate(makes):
@@ -840,9 +785,7 @@ def test_states_of_before_a_load_do_not_come_back(tier: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precision: Any, tmp_path: Path) -> None:
     def train(model: Any, optimizer: Any, part: slice) -> None:
-        model(DATA[part]).float().pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(DATA[part]).float().pow(2).mean())
 
     def body(rank: int) -> Any:
         part, model = slice(4 * rank, 4 * rank + 4), copy.deepcopy(MODEL)
@@ -913,8 +856,7 @@ def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int
     """nGPT's rows of norm 1 after each step, and gradients of norm 1 before it."""
 
     def train(rank: int, world: int) -> list[Any]:
-        with seeded(0):
-            model: Any = nn.Sequential(nn.Linear(6, 11, bias=False), nn.Linear(11, 3, bias=False))
+        model: Any = built(lambda: nn.Sequential(nn.Linear(6, 11, bias=False), nn.Linear(11, 3, bias=False)))
         optimizer, shapes = kind(model.parameters(), lr=0.1), []
 
         @torch.no_grad()
@@ -936,9 +878,7 @@ def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int
             if step == 3:
                 last.remove()
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            model(x if world != 2 else x.chunk(2)[rank]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(x if world != 2 else x.chunk(2)[rank]).square().mean())
         if world:
             model, optimizer = zeroshard.unwrap(model, optimizer)
         assert len(optimizer._optimizer_step_pre_hooks) == 1 and not optimizer._optimizer_step_post_hooks

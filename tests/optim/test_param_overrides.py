@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_threads, seeded
+from plain import Tensors, copied, take_step
+from ranks import run_threads
 from torch import nn
+from zoo import built
 
 import zeroshard
 
@@ -50,8 +52,7 @@ class Overridable(torch.optim.Optimizer):
 
 
 def make_model() -> Any:
-    with seeded(0):
-        return nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3, bias=False))
+    return built(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)))
 
 
 def make_optimizer(model: Any, manager: Manager, is_late: bool = False) -> Overridable:
@@ -67,18 +68,16 @@ def make_optimizer(model: Any, manager: Manager, is_late: bool = False) -> Overr
 
 def train(model: Any, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
-        model(torch.tensor([1, 3, 5, 5])).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.tensor([1, 3, 5, 5])).square().sum())
 
 
-def train_plain() -> dict[str, torch.Tensor]:
+def train_plain() -> Tensors:
     model = make_model()
     train(model, make_optimizer(model, Manager()))
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return copied(model)
 
 
-def train_sharded(rank: int, stage: int, is_late: bool) -> dict[str, torch.Tensor]:
+def train_sharded(rank: int, stage: int, is_late: bool) -> Tensors:
     model, manager = make_model(), Manager()
     plain = make_optimizer(model, manager, is_late)
     model, optimizer = zeroshard.shard(model, plain, stage=stage)
@@ -92,7 +91,7 @@ def train_sharded(rank: int, stage: int, is_late: bool) -> dict[str, torch.Tenso
     assert restored is plain and plain.mng is manager
     del manager.index2config[1, 0]
     train(model, restored, 1)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return copied(model)
 
 
 @pytest.mark.parametrize(("world", "stage", "is_late"), [(1, 3, False), (2, 0, True), (2, 2, False), (3, 3, True)])

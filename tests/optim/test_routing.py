@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import sharded
 from ranks import run_threads
 from rules import Rule
 from torch import nn
@@ -39,8 +40,7 @@ def split(model: nn.Module, **options: Any) -> MuonOrSGD:
 
 
 def routed(rank: int, stage: int) -> tuple[Routing | None, str]:
-    model = net()
-    model, optimizer = zeroshard.shard(model, split(model), stage=stage)
+    model, optimizer = sharded(net(), split, stage=stage)
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     report = zeroshard.report(model)

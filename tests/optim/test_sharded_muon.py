@@ -13,13 +13,26 @@ from typing import Any
 import pytest
 import torch
 from one_pass import in_one_pass
-from plain import assert_close, assert_equal, batches, net_loss, split
+from plain import (
+    assert_close,
+    assert_equal,
+    batches,
+    masters,
+    mesh_of,
+    net_loss,
+    of,
+    sharded,
+    shares,
+    split,
+    take_step,
+    train_step,
+)
 from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
-from zoo import Skips, make_net
+from zoo import Skips, built, make_net
 
 import zeroshard
 from zeroshard.comm import Traffic
@@ -59,11 +72,11 @@ def train(rank: int, world: int, kind: Any, mesh_shape: Any, groups: dict[str, A
     model = copy.deepcopy(BASE)
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
     model, optimizer = zeroshard.shard(model, muon(model, kind, **groups), mesh=mesh, elementwise=False, **options)
-    clipped(model, optimizer, [split(batch, rank, world) for batch in DATA])
+    clipped(model, optimizer, shares(DATA, rank, world))
     routing = zeroshard.report(model).routing
     assert routing is not None
     assert bool(routing.matrices) == (kind is torch.optim.Muon) == (not routing.whole)
-    full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+    full = masters(model)
     gradients = {
         name: zeroshard.full_gradient(model, name) for name, p in model.named_parameters() if p.grad is not None
     }
@@ -114,18 +127,13 @@ class InTurn(nn.Module):
 
 def test_an_owner_of_shapes_in_turn_sends_each_result_to_its_place() -> None:
     def body(rank: int, kind: Any, bucket_size: int) -> Any:
-        with seeded(0):
-            model: Any = InTurn()
-        inner = kind(model.parameters(), lr=0.02)
-        model, optimizer = zeroshard.shard(model, inner, bucket_size=bucket_size, elementwise=False)
+        model, optimizer = sharded(built(InTurn), of(kind, lr=0.02), bucket_size=bucket_size, elementwise=False)
         for step in range(3):
-            model(torch.tensor(float(2 * step + rank))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.tensor(float(2 * step + rank))))
         routing = zeroshard.report(model).routing
         assert routing is not None
         owned = [name for name, param in (routing.matrices or routing.whole).items() if param.owner == 0]
-        full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        full = masters(model)
         assert [full[name].shape for name in owned] == 4 * [(20, 12), (12, 20)]
         return full
 
@@ -144,8 +152,9 @@ def test_bf16_parameters_without_master_weights_are_whole() -> None:
 
 def test_two_bytes_travel_each_way_and_every_rank_has_its_part_of_the_momentum() -> None:
     def body(rank: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-        model, optimizer = zeroshard.shard(model, torch.optim.Muon(model.parameters()), stage=2)
+        model, optimizer = sharded(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), of(torch.optim.Muon), stage=2
+        )
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         momenta = [values for _, key, _, values in optimizer.local_states() if key == "momentum_buffer"]
@@ -166,8 +175,10 @@ def test_owners_are_chosen_by_work() -> None:
     """By elements, the third matrix would be the largest."""
 
     def body(rank: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((16, 16), (16, 2), (2, 200))))
-        model, optimizer = zeroshard.shard(model, torch.optim.Muon(model.parameters()))
+        model, optimizer = sharded(
+            nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((16, 16), (16, 2), (2, 200)))),
+            of(torch.optim.Muon),
+        )
         routing = zeroshard.report(model).routing
         assert routing is not None and optimizer is not None
         return routing
@@ -189,12 +200,10 @@ def test_a_matrix_without_gradient_is_not_decayed_and_has_no_momentum(world: int
         )
         counts = []
         for number, x in enumerate(data):
-            model(x.chunk(world)[rank], number % 2 == 1).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(x.chunk(world)[rank], number % 2 == 1).square().mean())
             counts.append(len(optimizer.state_dict()["state"]))
         assert counts[0] < counts[1]
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     for stage in (1, 3):
         ours, wanted = (run_threads(world, body, kind, stage)[0] for kind in (torch.optim.Muon, OwnMuon))
@@ -207,14 +216,12 @@ def test_a_group_that_is_added_later_is_on_the_shards_too() -> None:
         first, *others = [p for p in model.parameters() if p.dim() == 2]
         model, optimizer = zeroshard.shard(model, kind([first], lr=0.02), precision="bf16", elementwise=False)
         for number, batch in enumerate(DATA):
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, split(batch, rank, 2))
             if number == 1:
                 optimizer.add_param_group({"params": others, "lr": 0.01})
         routing = zeroshard.report(model).routing
         assert routing is not None and len(routing.matrices or routing.whole) == 1 + len(others)
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     ours, wanted = (run_threads(2, body, kind)[0] for kind in (torch.optim.Muon, OwnMuon))
     assert_equal(ours, wanted)
@@ -236,10 +243,9 @@ def test_a_group_that_goes_over_to_adamw_is_updated_by_it(stage: int) -> None:
         return MuonWithAdamW(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02), None)
 
     def body(rank: int) -> Any:
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, make(model), stage=stage)
+        model, optimizer = sharded(BASE, make, stage=stage)
         train(model, optimizer)
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     plain = copy.deepcopy(BASE)
     train(plain, make(plain))
@@ -293,11 +299,9 @@ def test_a_hook_or_a_replaced_step_sees_matrices(way: str) -> None:
                 optimizer.inner.register_step_post_hook(decay)
             if number == 2 and way == "step":
                 optimizer.inner.step = replaced
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, split(batch, rank, 2))
         assert shapes and all(len(shape) == 2 for shape in shapes)
-        full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        full = masters(model)
         return full, optimizer.state_dict()["state"]
 
     ours, wanted = (run_threads(2, body, kind)[0] for kind in (torch.optim.Muon, OwnMuon))
@@ -326,10 +330,7 @@ class FailsOnce:
 @pytest.mark.parametrize(("world", "bucket_size"), [(1, 240), (2, 240), (2, 1000)])
 def test_a_step_that_raises_leaves_no_memory_behind(name: str, call: int, world: int, bucket_size: int) -> None:
     def body(rank: int) -> None:
-        with seeded(0):
-            model: Any = InTurn()
-        inner = torch.optim.Muon(model.parameters(), lr=0.02)
-        model, optimizer = zeroshard.shard(model, inner, bucket_size=bucket_size)
+        model, optimizer = sharded(built(InTurn), of(torch.optim.Muon, lr=0.02), bucket_size=bucket_size)
         updater = optimizer._step_runner.muon
         for number in range(3):
             model(torch.tensor(float(number))).backward()
@@ -350,17 +351,14 @@ def test_a_step_that_raises_leaves_no_memory_behind(name: str, call: int, world:
 
 
 def gpt(rank: int, shape: tuple[int, ...], kind: Any, data: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor")[-len(shape) :])
-    with seeded(0):
-        model: Any = GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
+    mesh = mesh_of(shape, "replicate shard tensor")
+    model: Any = built(lambda: GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8)))
     inner = kind([p for p in model.blocks.parameters() if p.dim() == 2], lr=0.02)
     model, optimizer = zeroshard.shard(model, inner, mesh=mesh, timeout=20, elementwise=False, **options)
     tensor, world = shape[-1], torch.Size(shape).numel()
     for ids in data:
         part = split(ids, rank // tensor, world // tensor)
-        model(part, part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(part, part))
     return model, optimizer
 
 
@@ -372,7 +370,7 @@ def test_a_matrix_that_is_divided_over_the_tensor_axis_is_put_together(shape: An
     def body(rank: int, kind: Any) -> Any:
         model, optimizer = gpt(rank, shape, kind, DATA, **options)
         assert zeroshard.report(model).memory["step", "device"].now == 0
-        full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        full = masters(model)
         return full, optimizer.state_dict()["state"]
 
     world = torch.Size(shape).numel()
@@ -396,17 +394,18 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_matrices_whose_tp_shards_differ_in_size_are_put_together(stage: int) -> None:
     def body(rank: int, kind: Any) -> Any:
-        with seeded(0):
-            model: Any = Branches()
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
         plan = {"branches.*": ColwiseParallel(output_layouts=Replicate())}
-        inner = kind(model.parameters(), lr=0.05)
-        model, optimizer = zeroshard.shard(model, inner, mesh=mesh, stage=stage, tensor_plan=plan, elementwise=False)
+        model, optimizer = sharded(
+            built(Branches),
+            of(kind, lr=0.05),
+            mesh=mesh_of((1, 2), "shard tensor"),
+            stage=stage,
+            tensor_plan=plan,
+            elementwise=False,
+        )
         for batch in DATA:
-            model(batch[:, :4] / 11).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+            take_step(optimizer, model(batch[:, :4] / 11).square().sum())
+        return masters(model)
 
     for ours, wanted in zip(*(run_threads(2, body, kind) for kind in (torch.optim.Muon, OwnMuon)), strict=True):
         assert_equal(ours, wanted)

@@ -13,18 +13,24 @@ from plain import (
     assert_equal,
     assert_same_training,
     batches,
+    clip,
+    copied,
     full_parameters,
+    masters,
+    mesh_of,
     net_loss,
+    of,
     run_plain,
-    run_rank,
+    sharded,
+    shares,
     split,
+    take_step,
     train_steps,
 )
 from ranks import run_processes, run_threads, seeded
 from rules import Blend, Lamb
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from zoo import Skips, make_net
+from zoo import Skips, built, make_net
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -67,13 +73,6 @@ def test_whole_and_elementwise_groups_live_in_one_optimizer() -> None:
     assert_same_training(2, BASE, blend, DATA)
 
 
-def clip(model: nn.Module, optimizer: Any, norm: float) -> None:
-    if isinstance(optimizer, zeroshard.ShardedOptimizer):
-        optimizer.clip_grad_norm_(norm)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-
 def clipped(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
     """Two backwards a step, a clip in every other step, gradients set to zero instead of None, and a scheduler."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -107,10 +106,8 @@ def test_a_clip_lasts_after_the_step(world: int) -> None:
 
 
 def steps_of_scaled(rank: int, world: int, elementwise: bool) -> Any:
-    model = copy.deepcopy(BASE)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.02)
     options = {"precision": "fp16", "keep_fp32": ["head"], "elementwise": elementwise}
-    model, optimizer = zeroshard.shard(model, adam, **options)
+    model, optimizer = sharded(BASE, of(torch.optim.AdamW, lr=0.02), **options)
     for batch in DATA[:2]:
         optimizer.scale(net_loss(model, split(batch, rank, world))).backward()
         for norm in (0.1, 0.05):
@@ -131,16 +128,9 @@ def test_a_hybrid_mesh_trains_like_the_plain_run() -> None:
     assert_same_training(4, BASE, lamb, DATA, mesh=(2, 2), **WHOLE)
 
 
-def train_in_small_buckets(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    options = {"stage": 3, "bucket_size": 300, **WHOLE}
-    return [run_rank(rank, world, BASE, make, DATA, **options) for make in (lamb, adafactor)]
-
-
-def test_gloo_processes_train_like_the_plain_run_in_one_call_and_in_batches() -> None:
-    plain = [run_plain(BASE, make, DATA) for make in (lamb, adafactor)]
-    for results in run_processes(3, train_in_small_buckets, 3):
-        for ours, wanted in zip(results, plain, strict=True):
-            assert_close(ours, wanted)
+@pytest.mark.parametrize("make", [lamb, adafactor])
+def test_gloo_processes_train_like_the_plain_run_in_one_call_and_in_batches(make: Any) -> None:
+    assert_same_training(3, BASE, make, DATA, stages=[3], run=run_processes, bucket_size=300, **WHOLE)
 
 
 def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
@@ -148,9 +138,8 @@ def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
     for bucket_size in (100_000, 300):
 
         def body(rank: int, bucket_size: int = bucket_size) -> Any:
-            model = copy.deepcopy(BASE)
-            model, optimizer = zeroshard.shard(model, adafactor(model), bucket_size=bucket_size)
-            train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA])
+            model, optimizer = sharded(BASE, adafactor, bucket_size=bucket_size)
+            train_steps(model, optimizer, shares(DATA, rank, 2))
             report = zeroshard.report(model)
             return full_parameters(model), report.collectives["all-to-all"].count, report.memory["step", "device"].peak
 
@@ -162,8 +151,7 @@ def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
 
 
 def test_a_single_rank_steps_its_values_and_gradients_without_copies() -> None:
-    model = copy.deepcopy(BASE)
-    model, optimizer = zeroshard.shard(model, lamb(model), **WHOLE)
+    model, optimizer = sharded(BASE, lamb, **WHOLE)
     net_loss(model, DATA[0]).backward()
     optimizer.clip_grad_norm_(0.1)
     optimizer.step()
@@ -173,8 +161,7 @@ def test_a_single_rank_steps_its_values_and_gradients_without_copies() -> None:
 
 def test_a_step_runs_after_one_in_which_the_optimizer_has_raised() -> None:
     def body(rank: int) -> None:
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, adafactor(model), bucket_size=300, timeout=20)
+        model, optimizer = sharded(BASE, adafactor, bucket_size=300, timeout=20)
         net_loss(model, DATA[0]).backward()
         (group,) = optimizer.param_groups
         rate, group["lr"] = group["lr"], "fast"
@@ -192,8 +179,9 @@ def test_a_step_runs_after_one_in_which_the_optimizer_has_raised() -> None:
 
 def test_an_exchange_sends_at_most_four_elements_for_each_element_that_a_rank_has() -> None:
     def body(rank: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-        model, optimizer = zeroshard.shard(model, torch.optim.Adafactor(model.parameters()), stage=2)
+        model, optimizer = sharded(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), of(torch.optim.Adafactor), stage=2
+        )
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         return zeroshard.report(model).collectives["all-to-all"]
@@ -207,15 +195,15 @@ def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: 
     """The same optimizer on whole parameters and on slices sees the same masters and gradients: the same bits."""
 
     def body(rank: int, elementwise: bool) -> Any:
-        model = copy.deepcopy(BASE)
-        adam = torch.optim.AdamW(model.parameters(), lr=0.02)
-        model, optimizer = zeroshard.shard(model, adam, precision="bf16", stage=stage, elementwise=elementwise)
+        model, optimizer = sharded(
+            BASE, of(torch.optim.AdamW, lr=0.02), precision="bf16", stage=stage, elementwise=elementwise
+        )
         for batch in DATA:
             net_loss(model, split(batch, rank, 2)).backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
-        return {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}, optimizer.state_dict()
+        return masters(model), optimizer.state_dict()
 
     (whole, states), (flat, flat_states) = (run_threads(2, body, elementwise)[0] for elementwise in (False, True))
     assert_equal(whole, flat)
@@ -224,8 +212,7 @@ def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: 
 
 
 def overflowing(rank: int, make: Any, options: dict[str, Any], elementwise: bool | None) -> Any:
-    model = copy.deepcopy(BASE)
-    model, optimizer = zeroshard.shard(model, make(model), precision="fp16", elementwise=elementwise, **options)
+    model, optimizer = sharded(BASE, make, precision="fp16", elementwise=elementwise, **options)
     scales = []
     for number, batch in enumerate(DATA):
         loss = net_loss(model, split(batch, rank, 2))
@@ -234,7 +221,7 @@ def overflowing(rank: int, make: Any, options: dict[str, Any], elementwise: bool
         optimizer.step()
         optimizer.zero_grad()
         scales.append(optimizer.loss_scale_state())
-    return {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}, scales
+    return masters(model), scales
 
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "host"}], ids=str)
@@ -255,9 +242,7 @@ def skips_loss(model: nn.Module, x: torch.Tensor, use: bool) -> torch.Tensor:
 
 def uses_in_turn(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
     for number, x in enumerate(data):
-        skips_loss(model, x, use=number % 2 == 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, skips_loss(model, x, use=number % 2 == 1))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -328,8 +313,7 @@ def test_a_parameter_that_one_rank_uses_is_stepped() -> None:
     optimizer.step()
 
     def body(rank: int, stage: int) -> Any:
-        model = copy.deepcopy(base)
-        model, ours = zeroshard.shard(model, lamb(model), stage=stage, **WHOLE)
+        model, ours = sharded(base, lamb, stage=stage, **WHOLE)
         skips_loss(model, x.chunk(2)[rank], use=rank == 1).backward()
         ours.step()
         return full_parameters(model)
@@ -358,8 +342,7 @@ class Tied(nn.Module):
 
 
 def test_tied_frozen_channels_last_and_transposed_parameters() -> None:
-    with seeded(0):
-        base = Tied()
+    base = built(Tied)
     assert not base.transposed.is_contiguous() and not base.conv.weight.is_contiguous()
     assert_same_training(2, base, lamb, DATA, bucket_size=128, **WHOLE)
 
@@ -473,8 +456,7 @@ def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
 
 
 def tiered(rank: int, world: int, make: Any, offload: Any, options: dict[str, Any]) -> Any:
-    model = copy.deepcopy(BASE)
-    model, optimizer = zeroshard.shard(model, make(model), offload=offload, **options)
+    model, optimizer = sharded(BASE, make, offload=offload, **options)
     for number, batch in enumerate(DATA):
         net_loss(model, split(batch, rank, world)).backward()
         if number == 2:
@@ -482,7 +464,7 @@ def tiered(rank: int, world: int, make: Any, offload: Any, options: dict[str, An
         optimizer.step()
         optimizer.zero_grad()
     states = {tier: held.now for (kind, tier), held in zeroshard.report(model).memory.items() if "optim" in kind}
-    full = {n: zeroshard.full_parameter(model, n) for n, _ in model.named_parameters()}
+    full = masters(model)
     return full, optimizer.state_dict()["state"], states
 
 
@@ -534,8 +516,7 @@ def test_states_on_the_host_can_be_cleared(clear: str) -> None:
     """The second half trains as a new optimizer does."""
     parameters = {}
     for is_new in (True, False):
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, lamb(model), offload="host", **WHOLE)
+        model, optimizer = sharded(BASE, lamb, offload="host", **WHOLE)
         if not is_new:
             before = copy.deepcopy(optimizer.state_dict())
             train_steps(model, optimizer, DATA[:2])
@@ -558,9 +539,8 @@ def test_whole_and_elementwise_groups_share_a_tier(tmp_path: Path) -> None:
 
 def test_offload_states_moves_the_states_of_owners() -> None:
     def body(rank: int) -> None:
-        model = copy.deepcopy(BASE)
-        model, optimizer = zeroshard.shard(model, lamb(model), stage=2, **WHOLE)
-        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        model, optimizer = sharded(BASE, lamb, stage=2, **WHOLE)
+        train_steps(model, optimizer, shares(DATA[:2], rank, 2))
         before = copy.deepcopy(optimizer.state_dict())
         tensors = [value for state in optimizer.inner.state.values() for value in (state["m"], *state["norms"])]
         zeroshard.offload_states(model)
@@ -568,7 +548,7 @@ def test_offload_states_moves_the_states_of_owners() -> None:
         assert zeroshard.report(model).total.now == 0
         zeroshard.reload_states(model)
         assert_same_states(optimizer.state_dict()["state"], before["state"])
-        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[2:]])
+        train_steps(model, optimizer, shares(DATA[2:], rank, 2))
         assert_close(full_parameters(model), run_plain(BASE, lamb, DATA))
 
     run_threads(2, body)
@@ -578,13 +558,11 @@ def test_offload_states_moves_the_states_of_owners() -> None:
 
 
 def made(make: Any, mesh: tuple[int, ...] | None = None, **options: Any) -> tuple[Any, Any]:
-    model = copy.deepcopy(BASE)
-    device_mesh = None if mesh is None else init_device_mesh("cpu", mesh)
-    return zeroshard.shard(model, make(model), mesh=device_mesh, **options, **WHOLE)
+    return sharded(BASE, make, mesh=mesh, **options, **WHOLE)
 
 
 def contents(model: Any, optimizer: Any) -> Any:
-    full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+    full = masters(model)
     return full, copy.deepcopy(optimizer.state_dict())
 
 
@@ -600,7 +578,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_checkpoint_loads_in_any_layout_bit_for_bit(make: Any, there: str, tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         model, optimizer = made(make, stage=3, precision="bf16")
-        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        train_steps(model, optimizer, shares(DATA[:2], rank, 2))
         zeroshard.save(tmp_path / "saved", model, optimizer)
         return contents(model, optimizer)
 
@@ -619,7 +597,7 @@ def test_a_checkpoint_loads_in_any_layout_bit_for_bit(make: Any, there: str, tmp
     plain = copy.deepcopy(BASE)
     optimizer = make(plain)
     zeroshard.load(tmp_path / "saved", plain, optimizer)
-    assert_equal({name: p.detach() for name, p in plain.named_parameters()}, wanted[0])
+    assert_equal(copied(plain), wanted[0])
     assert_same_states(optimizer.state_dict()["state"], wanted[1]["state"])
 
 
@@ -638,7 +616,7 @@ def test_states_of_a_parameter_without_elements_are_saved_by_any_owner(tmp_path:
 
 def save_meanwhile(rank: int, path: Path, offload: str | None) -> None:
     model, optimizer = made(lamb, stage=3, offload=offload)
-    parts = [split(batch, rank, 2) for batch in DATA]
+    parts = shares(DATA, rank, 2)
     train_steps(model, optimizer, parts[:2])
     wanted = contents(model, optimizer)
     saving = zeroshard.save(path, model, optimizer, wait=False)
@@ -655,8 +633,9 @@ def test_an_asynchronous_save_keeps_the_states_of_its_call(offload: str | None, 
 
 def test_states_of_another_optimizer_are_refused_and_weights_load(tmp_path: Path) -> None:
     def make(kind: Any) -> tuple[Any, Any]:
-        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False))
-        return zeroshard.shard(model, kind(model.parameters(), lr=0.01))
+        return sharded(
+            nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False)), of(kind, lr=0.01)
+        )
 
     for saved, loaded in ((torch.optim.AdamW, torch.optim.Muon), (torch.optim.Muon, torch.optim.AdamW)):
         model, optimizer = make(saved)
@@ -675,10 +654,10 @@ def test_a_plain_optimizer_continues_what_unwrap_returns() -> None:
 
     def body(rank: int) -> Any:
         model, optimizer = made(lamb, stage=3, offload="host")
-        train_steps(model, optimizer, [split(batch, rank, 2) for batch in DATA[:2]])
+        train_steps(model, optimizer, shares(DATA[:2], rank, 2))
         model, inner = zeroshard.unwrap(model, optimizer)
         train_steps(model, inner, DATA[2:])
-        return {name: p.detach() for name, p in model.named_parameters()}
+        return copied(model)
 
     for parameters in run_threads(2, body):
         assert_close(parameters, plain)
@@ -728,8 +707,7 @@ def test_an_optimizer_that_switches_modes_has_whole_values(offload: str | None) 
 
 
 def make_gpt() -> GPT:
-    with seeded(0):
-        return GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
+    return built(lambda: GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8)))
 
 
 def gpt_loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -742,9 +720,8 @@ def gpt_loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
 
 
 def train_divided(rank: int, shape: tuple[int, ...], data: list[torch.Tensor], options: dict[str, Any]) -> Any:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor")[-len(shape) :])
-    model = make_gpt()
-    model, optimizer = zeroshard.shard(model, lamb(model), mesh=mesh, timeout=20, **options, **WHOLE)
+    mesh = mesh_of(shape, "replicate shard tensor")
+    model, optimizer = sharded(make_gpt(), lamb, mesh=mesh, timeout=20, **options, **WHOLE)
     tensor, world = shape[-1], torch.Size(shape).numel()
     gpt_loop(model, optimizer, [split(ids, rank // tensor, world // tensor) for ids in data])
     return model, optimizer
@@ -767,11 +744,11 @@ def test_a_parameter_that_is_divided_over_the_tensor_axis_is_put_together(shape:
     def body(rank: int) -> Any:
         model, ours = train_divided(rank, shape, DATA, options)
         assert len(ours.tp_whole_names) > 3 and zeroshard.report(model).memory["step", "device"].now == 0
-        full = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        full = masters(model)
         return full, ours.state_dict()["state"]
 
     for parameters, states in run_threads(torch.Size(shape).numel(), body):
-        assert_close(parameters, {name: p.detach() for name, p in plain.named_parameters()})
+        assert_close(parameters, copied(plain))
         for number, state in optimizer.state_dict()["state"].items():
             assert_close({k: states[number][k] for k in ("m", "v")}, {k: state[k] for k in ("m", "v")})
             assert len(states[number]["norms"]) == 2 and states[number]["step"] == 4

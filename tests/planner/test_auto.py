@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import net_loss
+from plain import mesh_of, net_loss
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -480,7 +480,7 @@ def test_a_mesh_is_planned_with_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     model = gpt()
 
     def body(rank: int) -> str:
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        mesh = mesh_of((2, 1, 2), "replicate shard tensor")
         mine = copy.deepcopy(model)
         mine, optimizer = zeroshard.shard(mine, adam(mine), mesh=mesh, stage="auto", inputs=(TOKENS, TOKENS))
         mine(TOKENS, TOKENS).backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_stage
 from test_traffic import moved_bytes
 from torch import nn
 
@@ -57,7 +58,7 @@ def replayed(
 # ------------------------------------------------------------------------------------------------ traffic
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "partition"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from one_pass import in_one_pass
+from plain import adamw, sharded
 from torch import nn
 
 import zeroshard
@@ -58,9 +59,7 @@ def test_an_updates_buffer_and_bytes(chosen: dict[str, Any], step: int, updated:
 
 def test_the_buffer_is_the_one_a_step_takes() -> None:
     def peak() -> int:
-        model = copy.deepcopy(MODEL)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        model, optimizer = zeroshard.shard(model, optimizer, precision="bf16", bucket_size=1024)
+        model, optimizer = sharded(MODEL, partial(adamw, fused=True), precision="bf16", bucket_size=1024)
         model(torch.ones(1, 64)).float().sum().backward()
         optimizer.step()
         return zeroshard.report(model).memory["step", "device"].peak

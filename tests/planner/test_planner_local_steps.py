@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, Outer
+from plain import adamw, sharded
 from ranks import run_threads
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,9 +86,8 @@ def test_traffic_and_memory_are_those_of_a_run(
 
     def train(rank: int) -> tuple[dict[str, float], dict[str, int]]:
         torch.manual_seed(0)
-        model = GPT(TINY)
         mesh = None if replicas == 1 else init_device_mesh("cpu", (replicas, ranks // replicas))
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, **options)
+        model, optimizer = sharded(GPT(TINY), adamw, mesh=mesh, **options)
         tokens, moved = torch.zeros(2, 8, dtype=torch.int64), dict[str, float]()
         for step in range(2 * every):
             for _ in range(accumulate):
@@ -233,10 +233,9 @@ def test_auto_keeps_local_steps_that_are_given() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
 
     def body(rank: int) -> tuple[Config, str]:
-        model = GPT(TINY)
-        model, _ = zeroshard.shard(
-            model,
-            torch.optim.AdamW(model.parameters()),
+        model, _ = sharded(
+            GPT(TINY),
+            adamw,
             mesh=init_device_mesh("cpu", (2, 2)),
             stage="auto",
             inputs=(tokens, tokens),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import every_stage
 from ranks import run_threads
 from torch import nn
 
@@ -53,7 +54,7 @@ def measure_steps(model: nn.Module, optimizer: Any, inputs: tuple) -> tuple[dict
     return held, zeroshard.report(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize(("ranks", "precision"), [(1, None), (2, None), (3, "bf16"), (4, "fp16")])
 def test_the_states_of_a_gpt_are_predicted_to_the_byte(stage: int, ranks: int, precision: str | None) -> None:
     options = {"stage": stage, "precision": precision, "bucket_size": 4096, "loss_scale": 1.0}

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import every_stage
+from plain import mesh_of
 from processes import wait_until_gone
 from ranks import run_processes
 from torch import nn
@@ -299,7 +301,7 @@ def checks_of(world: int, directory: Path, fault: str = "", backwards: int = 1, 
     return {check.name: check for check in run_checks(records, world, STEPS)}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@every_stage
 @pytest.mark.parametrize(
     ("world", "backwards", "replicas", "options"),
     [
@@ -372,7 +374,7 @@ def tensor_parallel(rank: int, directory: str, is_right: bool) -> RankRecord:
     settings = RehearsalSettings(STEPS, 0, dist.get_world_size(), time.time() + 60, is_quiet=False)
     recorder = RankRecorder(Path(directory), rank, settings)
     (Path(directory) / "end").touch()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    mesh = mesh_of((2, 2), "shard tensor")
     with pytest.raises(SystemExit), recorder.installed():
         model: Any = GPT(GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=32))
         optimizer: Any = torch.optim.AdamW(model.parameters())

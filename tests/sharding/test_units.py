@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import sharded, take_step
 from ranks import run_threads
 from torch import nn
 
@@ -90,11 +91,7 @@ def losses(rank: int, plain: GPT, units: Any) -> tuple[list[float], int]:
     tokens = torch.arange(16).view(2, 8) + rank
     found = []
     for _ in range(2):
-        loss = model(tokens, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+        found.append(take_step(optimizer, model(tokens, tokens)))
     return found, zeroshard.report(model).collectives["all-gather"].count
 
 
@@ -136,7 +133,7 @@ def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them(blocks: int, 
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
     def body(rank: int) -> None:
-        model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3)
+        model, _ = sharded(plain, stage=3)
         model(torch.ones(2, 8)).backward()
         for name in ("lent.weight", "blocks.0.first.weight", f"blocks.{blocks - 1}.second.bias"):
             torch.testing.assert_close(zeroshard.full_gradient(model, name), wanted[name])

@@ -10,7 +10,7 @@ from typing import Any
 import hugging_face
 import pytest
 import torch
-from plain import adamw, assert_close, decayed, split, tokens, train_plainly
+from plain import Tensors, adamw, assert_close, decayed, masters, sharded, split, tokens, train_plainly
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,14 +59,8 @@ def data_part(batch: Any, rank: int, shape: tuple[int, ...]) -> Any:
     return split(batch, rank // tensor, torch.Size(shape).numel() // tensor)
 
 
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
-
-
 def train(rank: int, model: nn.Module, step: Any, batches: Any, make: Any, shape: Any, clip: Any, options: Any) -> Any:
-    model = copy.deepcopy(model)
-    optimizer = make(model)
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh_of(shape), timeout=20, **options)
+    model, optimizer = sharded(model, make, mesh=mesh_of(shape), timeout=20, **options)
     losses, norms = [], []
     for batch in batches:
         losses.append(step(model, data_part(batch, rank, shape)).item())
@@ -74,7 +68,7 @@ def train(rank: int, model: nn.Module, step: Any, batches: Any, make: Any, shape
             norms.append(optimizer.clip_grad_norm_(*clip).item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, wholes(model)
+    return losses, norms, masters(model)
 
 
 def compare(
@@ -214,7 +208,7 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
         assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
         loss = sequence_step(ours, data_part(batch, rank, (2, 2))).item()
         optimizer.step()
-        whole = wholes(ours)
+        whole = masters(ours)
         zeroshard.unwrap(ours)
         assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
         for name, parameter in ours.named_parameters():
@@ -245,7 +239,7 @@ def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
         assert bool(before["blocks.0.mlp.up.weight"].isnan().all())  # nobody trains the user's old parameter unnoticed
         gpt_step(ours, data_part(batch, rank, (2, 2)))
         optimizer.step()
-        whole, state = wholes(ours), zeroshard.full_state(optimizer, "blocks.1.attention.qkv.weight")
+        whole, state = masters(ours), zeroshard.full_state(optimizer, "blocks.1.attention.qkv.weight")
         ours, inner = zeroshard.unwrap(ours, optimizer)
         for name, parameter in ours.named_parameters():
             assert parameter is before[name]
@@ -267,12 +261,12 @@ def test_a_divided_model_begins_as_the_undivided_one_from_the_meta_device() -> N
             assert all(torch.equal(ours[name], value) for name, value in undivided.items())
 
 
-def _values_from_meta(rank: int, shape: tuple[int, ...] | None) -> dict[str, torch.Tensor]:
+def _values_from_meta(rank: int, shape: tuple[int, ...] | None) -> Tensors:
     with torch.device("meta"):
         model = gpt(tied=True)
     torch.manual_seed(3)
     zeroshard.shard(model, mesh=None if shape is None else mesh_of(shape), timeout=20)
-    return wholes(model)
+    return masters(model)
 
 
 def test_each_rank_holds_its_part_of_its_part() -> None:
@@ -331,15 +325,14 @@ def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
     batch = tokens(1, VOCABULARY, rows=4)[0]
 
     def body(rank: int) -> Any:
-        ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(ours, decayed(ours), mesh=mesh_of((2, 2)), precision="fp16", timeout=20)
-        before = wholes(ours)
+        ours, optimizer = sharded(model, decayed, mesh=mesh_of((2, 2)), precision="fp16", timeout=20)
+        before = masters(ours)
         optimizer.scale(ours(data_part(batch, rank, (2, 2))).float().sum()).backward()
         engine = ours._zeroshard.engine
         if rank == 1:  # a part of a divided parameter, on one rank of four
             next(iter(engine.gradients.flat_grads.values())).shard.view(-1)[:1] = float("inf")
         optimizer.step()
-        after = wholes(ours)
+        after = masters(ours)
         return optimizer.loss_scale.item(), all(torch.equal(after[name], value) for name, value in before.items())
 
     assert run_threads(4, body) == [(2.0**15, True)] * 4
@@ -418,10 +411,7 @@ def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
     model = built(lambda: nn.Sequential(Heads()))
 
     def body(rank: int, stage: int) -> None:
-        ours = copy.deepcopy(model)
-        ours, optimizer = zeroshard.shard(
-            ours, decayed(ours), mesh=mesh_of((2, 2)), tensor_plan=plan, stage=stage, timeout=20
-        )
+        ours, optimizer = sharded(model, decayed, mesh=mesh_of((2, 2)), tensor_plan=plan, stage=stage, timeout=20)
         ours(torch.arange(8.0)).square().sum().backward()
         with pytest.raises(RuntimeError, match=r"0\.norm' is not the same on all ranks of the tensor axis"):
             optimizer.step()

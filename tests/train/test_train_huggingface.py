@@ -14,9 +14,10 @@ import peft
 import pytest
 import torch
 import transformers
-from plain import assert_close
+from plain import Tensors, assert_close, copied, copied_buffers, masters, take_step
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from zoo import built
 
 import zeroshard.integrations
 from zeroshard.train.data.corpus import train_tokenizer
@@ -120,9 +121,7 @@ def train(model: Any, optimizer: Any, rank: int, world: int, steps: int = 2) -> 
     model.train()
     for step in range(steps):
         part = tokens(seed=10 + step).chunk(world)[rank]
-        loss_of(model, part[:, :-1], part[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss_of(model, part[:, :-1], part[:, 1:]))
     model.eval()
 
 
@@ -138,7 +137,7 @@ def test_a_loaded_model_computes_what_transformers_computes_and_no_rank_holds_mo
         staged = zeroshard.report(model).memory["staging", "device"]
         units = [unit.full_bytes for unit in model._zeroshard.engine.units]
         assert staged.now == 0 and staged.peak <= max(units) < sum(units)
-        return logits_of(model), {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return logits_of(model), copied_buffers(model)
 
     wanted = from_pretrained(saved[kind])
     for logits, buffers in run_threads(2, body):
@@ -146,7 +145,7 @@ def test_a_loaded_model_computes_what_transformers_computes_and_no_rank_holds_mo
         assert_same_tensors(buffers, dict(wanted.named_buffers()))
 
 
-def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_same_tensors(ours: Tensors, theirs: Tensors) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
@@ -181,7 +180,7 @@ def test_experts_that_are_stored_together_are_loaded_and_saved_so(tmp_path: Path
     assert "model.layers.0.mlp.experts.down_proj" in SafetensorsWeights(tmp_path / "out")
 
 
-def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def rewritten(source: Path, target: Path, change: Callable[[Tensors], None]) -> Path:
     """The model of a directory with other tensors."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {name: tensor.clone() for name, tensor in SafetensorsWeights(source).items()}
@@ -191,20 +190,20 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tens
     return target
 
 
-def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+def without_prefix(tensors: Tensors) -> None:
     for name in list(tensors):
         tensors[name.removeprefix("transformer.")] = tensors.pop(name)
 
 
-def head_instead_of_embedding(tensors: dict[str, torch.Tensor]) -> None:
+def head_instead_of_embedding(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
 
 
-def head_and_embedding(tensors: dict[str, torch.Tensor]) -> None:
+def head_and_embedding(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
 
 
-def leftover(tensors: dict[str, torch.Tensor]) -> None:
+def leftover(tensors: Tensors) -> None:
     tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
 
 
@@ -221,20 +220,20 @@ def test_what_transformers_takes_for_the_same_weights_is_loaded(
 
 @pytest.mark.parametrize(("kind", "recompute"), [("gpt2", False), ("llama", True)])
 def test_a_loaded_model_trains_as_plainly(kind: str, recompute: bool, saved: dict[str, Path]) -> None:
-    def body(rank: int) -> dict[str, torch.Tensor]:
+    def body(rank: int) -> Tensors:
         opened = open_model(saved[kind])
         if recompute:
             zeroshard.checkpoint_activations(opened.module, opened.blocks)
             assert all("forward" in vars(layer) for layer in opened.base_model.model.layers)
         model, optimizer = sharded(opened)
         train(model, optimizer, rank, 2)
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        return masters(model)
 
     wanted = from_pretrained(saved[kind])
-    before = {name: parameter.detach().clone() for name, parameter in wanted.named_parameters()}
+    before = copied(wanted)
     train(wanted, torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9), 0, 1)
     for ours in run_threads(2, body):
-        assert_close(ours, {name: parameter.detach() for name, parameter in wanted.named_parameters()}, 1e-5)
+        assert_close(ours, copied(wanted), 1e-5)
         assert not torch.equal(ours[next(iter(before))], before[next(iter(before))])
 
 
@@ -305,16 +304,15 @@ def test_a_config_alone_is_trained_from_scratch_and_saved(kind: str, tmp_path: P
         opened = open_model(source / "config.json")
         assert not opened.is_pretrained
         model, optimizer = sharded(opened)
-        first = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        first = masters(model)
+        buffers = copied_buffers(model)
         train(model, optimizer, rank, 2)
         opened.save(model, tmp_path / "out" if rank == 0 else None)
         return first, buffers, logits_of(model)
 
     (first, buffers, logits), (other, _, _) = run_threads(2, body)
     assert_same_tensors(first, other)
-    with seeded(0):
-        wanted = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    wanted = built(lambda: transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()))
     assert_same_tensors(buffers, dict(wanted.named_buffers()))
     for name, parameter in wanted.named_parameters():
         ours, spread, count = first[name], parameter.std().item(), parameter.numel()
@@ -336,7 +334,7 @@ def test_weights_from_scratch_are_saved_in_the_configs_dtype(tmp_path: Path) -> 
 def test_a_modules_values_are_final_when_its_turn_is_over(tmp_path: Path) -> None:
     """So that a checkpoint can overwrite them one by one: no parent draws a child's weight again later."""
     opened = open_model(config_only("gpt2", tmp_path) / "config.json")
-    finished: dict[str, torch.Tensor] = {}
+    finished: Tensors = {}
 
     def fill(module: nn.Module) -> None:
         opened.init_fn(module)
@@ -361,7 +359,7 @@ def test_adapters_alone_are_trained_and_load_with_peft(kind: str, saved: dict[st
         assert "LoRA of rank 2" in opened.description
         model, optimizer = sharded(opened)
         assert torch.equal(logits_of(model), logits_of(plain(kind)))  # B is zero: nothing is changed yet
-        first = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        first = masters(model)
         down = [value for name, value in first.items() if "lora_A" in name]
         assert down and all(0 < value.abs().max() <= value.shape[1] ** -0.5 for value in down)
         train(model, optimizer, rank, 2)
@@ -457,19 +455,19 @@ def test_paths_without_a_model_are_refused(saved: dict[str, Path], tmp_path: Pat
         open_language_model(ModelOptions(model=str(saved["llama"]), layers=3), DataOptions())
 
 
-def missing(tensors: dict[str, torch.Tensor]) -> None:
+def missing(tensors: Tensors) -> None:
     del tensors["model.norm.weight"]
 
 
-def unexpected(tensors: dict[str, torch.Tensor]) -> None:
+def unexpected(tensors: Tensors) -> None:
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2)
 
 
-def misshapen(tensors: dict[str, torch.Tensor]) -> None:
+def misshapen(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = torch.zeros(VOCABULARY + 1, 16)
 
 
-def without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+def without_an_expert(tensors: Tensors) -> None:
     del tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
 
 

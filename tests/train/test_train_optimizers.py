@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_threads, seeded
+from plain import Tensors, take_step
+from ranks import run_threads
 from torch import nn
+from zoo import built
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -23,8 +25,7 @@ CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=32)
 OPTIONS = StepOptions(optimizer="muon", steps=6, warmup=2, lr=3e-3, muon_lr=2e-2, weight_decay=0.2)
 
 
-with seeded(0):
-    GPT_AT_START = GPT(CONFIG)
+GPT_AT_START = built(lambda: GPT(CONFIG))
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def unfused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def train_plain(precision: str | None) -> dict[str, torch.Tensor]:
+def train_plain(precision: str | None) -> Tensors:
     """Train with torch's Muon and AdamW, as a script without zeroshard does it; with bf16, on fp32 master weights."""
     model = make_gpt()
     masters = dict(model.named_parameters())
@@ -82,16 +83,14 @@ def train_plain(precision: str | None) -> dict[str, torch.Tensor]:
     return {name: master.detach().clone() for name, master in masters.items()}
 
 
-def train_sharded(rank: int, stage: int, precision: str | None) -> dict[str, torch.Tensor]:
+def train_sharded(rank: int, stage: int, precision: str | None) -> Tensors:
     """Every rank has the same batch: the mean of two equal gradients is the plain run's to the bit."""
     plain = make_gpt()
     model, optimizer = zeroshard.shard(plain, unfused(make_optimizer(plain, OPTIONS)), stage=stage, precision=precision)
     for step, tokens in enumerate(batches(4)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, OPTIONS, group["rule"])
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(tokens[:, :-1], tokens[:, 1:]))
     return {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
 
 
@@ -116,7 +115,7 @@ def test_the_numbers_are_those_of_torchs_two_optimizers(ranks: int, stage: int, 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_clipping_and_offload_keep_the_bits(precision: str | None) -> None:
-    def train(rank: int, **options: Any) -> dict[str, torch.Tensor]:
+    def train(rank: int, **options: Any) -> Tensors:
         plain = make_gpt()
         inner = unfused(make_optimizer(plain, OPTIONS))
         # with fp16, the first step overflows

@@ -15,11 +15,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from plain import adam, mesh_of, sharded
 from ranks import run_processes, run_threads
 from safetensors.torch import load_file
 from test_train_command import BRIEF, SHORT_TEXT, SMALL, held_out, kept_weights, losses, record, trained
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zeroshard
@@ -243,7 +243,7 @@ def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: d
     def body(rank: int) -> None:
         ours = copy.deepcopy(model)
         shares = plan.tp_shards(ours, 2, rank)
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+        mesh = mesh_of((1, 2), "shard tensor")
         zeroshard.shard(ours, mesh=mesh, stage=0, timeout=20)
         divided = {
             name: p for name, p in ours.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()
@@ -271,11 +271,7 @@ def test_the_states_of_a_divided_gpt_are_predicted_to_the_byte(
         predicted = predict_memory(gpt(), ranks=4, tensor=shape[1], **options)
 
     def body(rank: int) -> dict[str, int]:
-        model = gpt()
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
-        model, optimizer = zeroshard.shard(
-            model, torch.optim.Adam(model.parameters()), mesh=mesh, timeout=20, **options
-        )
+        model, optimizer = sharded(gpt(), adam, mesh=mesh_of(shape, "shard tensor"), timeout=20, **options)
         model(tokens, tokens).backward()
         optimizer.step()
         assert count_matmul_params(model) == count_matmul_params(gpt())  # whole, also where the values are not there

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import Tensors
 from safetensors.torch import save_file
 
 from zeroshard.utils import stored_tensor
@@ -15,7 +16,7 @@ from zeroshard.utils.stored_tensor import StoredFile, StoredTensor
 
 
 @pytest.fixture(scope="module")
-def tensors() -> dict[str, torch.Tensor]:
+def tensors() -> Tensors:
     draw = torch.Generator().manual_seed(0)
     return {
         **{name: torch.randn(4, 6, generator=draw) for name in "abc"},
@@ -26,7 +27,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def stored(tensors: dict[str, torch.Tensor], tmp_path: Path) -> dict[str, StoredTensor]:
+def stored(tensors: Tensors, tmp_path: Path) -> dict[str, StoredTensor]:
     save_file(tensors, tmp_path / "t.safetensors")
     file = StoredFile(tmp_path / "t.safetensors")
     return {name: file.tensor(name) for name in tensors}
@@ -57,7 +58,7 @@ REARRANGED: dict[str, Callable[[Any], Any]] = {
 def test_any_range_of_a_rearranged_tensor_is_read(
     name: str,
     unused: int,
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
     stored: dict[str, StoredTensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,7 +93,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_no_write_is_lost(name: str, tensors: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:
+def test_no_write_is_lost(name: str, tensors: Tensors, stored: dict[str, StoredTensor]) -> None:
     with pytest.raises(RuntimeError, match="would write into a parameter of shape"):
         WRITES[name](stored["a"])
     experts = torch.stack([stored["a"], stored["b"]])
@@ -122,7 +123,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_raise_what_they_raise_of_a_tensor(
-    name: str, tensors: dict[str, torch.Tensor], stored: dict[str, StoredTensor]
+    name: str, tensors: Tensors, stored: dict[str, StoredTensor]
 ) -> None:
     with pytest.raises((IndexError, RuntimeError)) as expected:
         WRONG[name](tensors["a"])
@@ -130,9 +131,7 @@ def test_wrong_arguments_raise_what_they_raise_of_a_tensor(
         WRONG[name](stored["a"])
 
 
-def test_values_are_read_for_out_numpy_and_lists(
-    tensors: dict[str, torch.Tensor], stored: dict[str, StoredTensor]
-) -> None:
+def test_values_are_read_for_out_numpy_and_lists(tensors: Tensors, stored: dict[str, StoredTensor]) -> None:
     result = torch.empty(8, 6)
     torch.cat([stored["a"], stored["b"]], out=result)
     assert torch.equal(result, torch.cat([tensors["a"], tensors["b"]]))
@@ -142,7 +141,7 @@ def test_values_are_read_for_out_numpy_and_lists(
             use()
 
 
-def test_a_file_with_a_wrong_header_is_rejected(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_header_is_rejected(tensors: Tensors, tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_file(tensors, path)
     whole = path.read_bytes()
