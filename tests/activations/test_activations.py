@@ -16,6 +16,7 @@ import torch
 from live import Collectives, allocated_bytes
 from pairs import pairwise
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_equal,
     assert_same,
@@ -23,6 +24,7 @@ from plain import (
     decayed,
     full_parameters,
     net_loss,
+    token_step,
     tokens,
     train_step,
     train_steps,
@@ -58,7 +60,7 @@ def by_torch(model: Any) -> None:
 
 def gradients(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any = net_loss) -> Tensors:
     model.zero_grad()
-    loss_of(model, batches(1)[0] if batch is None else batch).backward()
+    loss_of(model, ONE_BATCH if batch is None else batch).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -231,7 +233,7 @@ def after_forward(rank: int, depth: int, options: dict[str, Any]) -> tuple[int, 
     zeroshard.checkpoint_activations(model, **options)
     batch = batches(1, rows=32, length=16)[0]
     for _ in range(2):
-        net_loss(model, batch).backward()
+        token_step(model, batch)
     kept: list[Any] = []
     _, left = allocated_bytes(lambda: kept.append(net_loss(model, batch)))
     memory = zeroshard.report(model).memory
@@ -251,7 +253,7 @@ def test_device_memory_of_offloaded_activations_is_that_of_two_blocks_whatever_t
 
 
 def test_what_runs_next_is_on_its_way_while_a_block_runs_again_and_what_is_over_is_gone() -> None:
-    model, batch = make_net(blocks=5), batches(1)[0]
+    model, batch = make_net(blocks=5), ONE_BATCH
     zeroshard.checkpoint_activations(model, offload=True)
     slot = round_up(batch.numel() * 7 * 4, ALIGN_BYTES)
     loss = net_loss(model, batch)
@@ -351,7 +353,7 @@ def test_graphs_may_overlap_be_dropped_be_used_twice_and_break_off(mode: str) ->
         loss = net_loss(model, second)  # two backwards over one graph
         loss.backward(retain_graph=True)
         assert_equal(found(), wanted[1])
-        net_loss(model, first).backward()
+        token_step(model, first)
         assert_equal(found(), wanted[0])
         loss.backward()
         assert_equal(found(), wanted[1])
@@ -407,9 +409,9 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     runs = counted([block.up for block in model.blocks])
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            net_loss(model, batches(1)[0])
+            net_loss(model, ONE_BATCH)
     model.requires_grad_(False)
-    net_loss(model, batches(1)[0])
+    net_loss(model, ONE_BATCH)
     assert runs == [3, 3, 3]
     assert model.blocks[0].forward.context._stores == {}
 
@@ -418,7 +420,7 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
 def test_deleting_the_model_frees_it_without_the_cycle_collector_once_its_graph_is_gone(mode: str) -> None:
     model = make_net()
     zeroshard.checkpoint_activations(model, **MODES[mode])
-    loss = net_loss(model, batches(1)[0])
+    loss = net_loss(model, ONE_BATCH)
     gc.collect()
     gc.disable()
     try:
@@ -484,7 +486,7 @@ def test_a_policy_saves_what_is_not_to_be_computed_again() -> None:
 def test_blocks_inside_blocks_drop_what_the_outer_one_computes_again() -> None:
     model = built(Stages).eval()
     wanted = gradients(copy.deepcopy(model))
-    batch = batches(1)[0]
+    batch = ONE_BATCH
     zeroshard.checkpoint_activations(model, ["blocks.?", "blocks.?.?"])
     runs = counted([block.up for stage in model.blocks for block in stage])
     loss = net_loss(model, batch)
@@ -549,7 +551,7 @@ def test_a_model_goes_on_after_unwrap_and_is_counted_only_while_it_is_sharded() 
         assert_equal(gradients(model), wanted)
         model.zero_grad()
         zeroshard.shard(model, stage=3, timeout=20)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         assert zeroshard.report(model).memory["activations", "device"].now > 0
         assert_equal({name: zeroshard.full_gradient(model, name) for name in wanted}, wanted)
         ledger = model._zeroshard.engine.context.tracker

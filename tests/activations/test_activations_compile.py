@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from plain import Tensors, assert_close, assert_equal, batches, full_parameters, net_loss, shares, train_steps
+from plain import (
+    ONE_BATCH,
+    Tensors,
+    assert_close,
+    assert_equal,
+    batches,
+    full_parameters,
+    net_loss,
+    sgd,
+    shares,
+    token_step,
+    train_steps,
+)
 from ranks import run_processes
 from test_models_compile import in_place, wrappers
 from zoo import make_net
@@ -26,7 +38,7 @@ def own_processes() -> Iterator[None]:
 
 def gradients(model: Any) -> Tensors:
     model.zero_grad()
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     return {name.replace("_orig_mod.", ""): p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -63,7 +75,7 @@ def compiled(rank: int, plain: Any) -> list[tuple[str, Any, list[str], int]]:
                 way(model, recording)
             gradients(model)
             found = gradients(model)
-            held = net_loss(model, batches(1)[0])
+            held = net_loss(model, ONE_BATCH)
             wrapped = next(
                 m.__dict__["forward"] for m in model.modules() if hasattr(m.__dict__.get("forward"), "restore")
             )
@@ -75,7 +87,7 @@ def compiled(rank: int, plain: Any) -> list[tuple[str, Any, list[str], int]]:
 
 def train_sharded(rank: int, model: Any, way: Callable[[Any, Any], None] | None) -> Tensors:
     torch._dynamo.reset()
-    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, timeout=20)
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=3, timeout=20)
     if way is not None:
         zeroshard.checkpoint_activations(model, offload=True)
         way(model, "aot_eager")

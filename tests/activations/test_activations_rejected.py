@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batches, mesh_of, net_loss
+from plain import ONE_BATCH, mesh_of, net_loss, sgd
 from ranks import run_threads
 from torch import nn
 from zoo import built, make_net
@@ -83,7 +83,7 @@ def test_partition_needs_an_axis() -> None:
     with pytest.raises(
         RuntimeError, match="this model has none: shard it with a mesh whose last axis is named 'tensor'"
     ):
-        net_loss(model, batches(1)[0])
+        net_loss(model, ONE_BATCH)
 
     def body(rank: int) -> None:
         mesh = mesh_of((1, 2))
@@ -235,7 +235,7 @@ def test_a_backward_after_parameters_changed_is_refused(stage: int | None, polic
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(2)])
     zeroshard.checkpoint_activations(model, policy=policy)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = sgd(model)
     if stage is not None:
         model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="bf16")
     x = torch.randn(2, 3).requires_grad_()
@@ -274,7 +274,7 @@ def test_a_backward_after_a_parameter_of_another_module_changed_is_refused(
     stage: int | None, is_given: bool, policy: Any, is_first: bool
 ) -> None:
     model: nn.Module = zeroshard.checkpoint_activations(TiedHead(is_given), ["head"], policy=policy)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = sgd(model)
     if stage is not None:
         model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
     if is_first:

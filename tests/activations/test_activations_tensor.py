@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import adamw, assert_equal, batches, masters, net_loss, sharded, take_step, tokens
+from plain import ONE_BATCH, adamw, assert_equal, batches, masters, net_loss, sharded, take_step, token_step, tokens
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -190,20 +190,20 @@ def one_value(rank: int, model: Any) -> str:
     with torch.no_grad():
         model.embedding.weight[0] = float("nan")  # of one token; a NaN is the same as itself
     zeroshard.checkpoint_activations(model, partition=mesh)
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     difference = torch.zeros(12, 5, 7).index_put((torch.tensor(4), torch.tensor(0), torch.tensor(2)), torch.ones(()))
     if rank == 1:
         model.blocks[0].register_forward_hook(lambda module, args, output: output + difference)
-    net_loss(model, batches(1)[0])  # it was looked at once
+    net_loss(model, ONE_BATCH)  # it was looked at once
     zeroshard.checkpoint_activations(model, partition=mesh)
     with pytest.raises(ValueError) as refused:
-        net_loss(model, batches(1)[0])
+        net_loss(model, ONE_BATCH)
     return str(refused.value)
 
 
 def test_one_value_that_differs_among_nans_is_refused_with_the_blocks_name() -> None:
-    assert (batches(1)[0] == 0).any()
-    assert batches(1)[0][4, 0] != 0
+    assert (ONE_BATCH == 0).any()
+    assert ONE_BATCH[4, 0] != 0
     first, second = run_threads(2, one_value, make_net())
     assert first == second
     assert "the input of block 'blocks.1'" in first
@@ -216,7 +216,7 @@ def sharded_over_data(rank: int, model: nn.Module) -> str:
     with pytest.raises(ValueError) as refused:
         net_loss(model, batches(2)[rank])
     zeroshard.checkpoint_activations(model)
-    net_loss(model, batches(2)[rank]).backward()
+    token_step(model, batches(2)[rank])
     optimizer.step()
     return str(refused.value)
 

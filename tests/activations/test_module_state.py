@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
-from plain import copied_buffers, full_parameters, square_loss, train_steps
+from pairs import at_stages, pairwise
+from plain import copied_buffers, full_parameters, sgd, square_loss, train_steps
 from ranks import run_threads
 from torch import nn
 from zoo import built
@@ -106,19 +106,19 @@ def test_training_gives_the_bits_of_the_run_without_recomputation(block: Any, lo
     policy = [torch.ops.aten.addmm.default] if how == "policy" else None
     zeroshard.checkpoint_activations(ours, inner if how == "nested" else None, policy=policy)
     for model in (plain, ours):
-        train_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), loss)
+        train_steps(model, sgd(model), data(), loss)
     expected = plain.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@at_stages(0, 2, 3)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_sharded_training_gives_the_bits_of_the_run_without_recomputation(block: Any, stage: int) -> None:
     def run(rank: int, is_recomputed: bool) -> dict[str, torch.Tensor]:
         model = make_model(block)
         if is_recomputed:
             zeroshard.checkpoint_activations(model)
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
         train_steps(model, optimizer, [batch.chunk(2)[rank] for batch in data()], eval_between)
         return {**full_parameters(model), **copied_buffers(model)}
 

@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 import torch
 from live import allocated_bytes
+from pairs import at_stages
 from plain import (
+    ONE_BATCH,
     Tensors,
     adamw,
     adamw_in_groups,
@@ -33,6 +35,7 @@ from plain import (
     sharded,
     split,
     take_step,
+    token_step,
 )
 from ranks import run_processes, run_threads
 from safetensors import safe_open
@@ -645,13 +648,13 @@ def test_what_is_not_trained_may_be_left_out(tmp_path: Path) -> None:
 
 def at_wrong_moments(rank: int, path: Path) -> None:
     model, optimizer = made(3)
-    loss = net_loss(model, split(batches(1)[0], rank, 2))
+    loss = net_loss(model, split(ONE_BATCH, rank, 2))
     loss.backward()
     with pytest.raises(zeroshard.CheckpointError, match=r"gradients of 1 backwards since the last step.*step\(\)"):
         zeroshard.save(path, model, optimizer)
     optimizer.step()
     zeroshard.save(path, model, optimizer)  # gradients that have been used are not lost
-    net_loss(model, split(batches(1)[0], rank, 2)).backward()
+    token_step(model, split(ONE_BATCH, rank, 2))
     optimizer.zero_grad()
     zeroshard.save(path, model, optimizer)
     with pytest.raises(zeroshard.CheckpointError, match=r"the optimizer is not: pass the optimizer that shard\(\)"):
@@ -696,7 +699,7 @@ def adversarial_loop(rank: int, path: Path, stage: int, clears: str) -> None:
         zeroshard.save(path / "early", judge, judge_step)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@at_stages(0, 1, 3)
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
 def test_gradients_that_the_loop_clears_do_not_prevent_a_save(clears: str, stage: int, tmp_path: Path) -> None:
     run_threads(2, adversarial_loop, tmp_path, stage, clears)
@@ -966,7 +969,7 @@ def asynchronous(rank: int, world: int, path: Path, stage: int) -> tuple[Everyth
     return everything(model, optimizer), saved[-1]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@at_stages(0, 1, 3)
 def test_training_goes_on_while_a_checkpoint_is_written(stage: int, tmp_path: Path) -> None:
     for loaded, saved in run_processes(2, asynchronous, 2, tmp_path, stage):
         assert_same(loaded, saved)
@@ -990,7 +993,7 @@ def copied_late(rank: int, path: Path) -> tuple[bool, Everything, Everything]:
         handle = zeroshard.save(path, model, optimizer, wait=False)
     finally:
         async_save.Snapshot.finish = finish  # type: ignore[method-assign]
-    net_loss(model, split(batches(1)[0], rank, 2)).backward()
+    token_step(model, split(ONE_BATCH, rank, 2))
     waiting = not handle.done
     may_copy.set()
     optimizer.step()

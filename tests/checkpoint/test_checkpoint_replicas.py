@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain import (
+    ONE_BATCH,
     Tensors,
     adamw_in_groups,
     assert_equal,
@@ -22,6 +23,7 @@ from plain import (
     sharded,
     split,
     take_step,
+    token_step,
 )
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
@@ -285,7 +287,7 @@ def test_dropped_states_of_an_outer_optimizer_warn(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_starts_new_local_steps(tmp_path: Path) -> None:
     plain = built(Tied)
     optimizer = adamw_in_groups(plain)
-    net_loss(plain, batches(1)[0]).backward()
+    token_step(plain, ONE_BATCH)
     optimizer.step()
     zeroshard.save(tmp_path / "step", plain, optimizer)
 

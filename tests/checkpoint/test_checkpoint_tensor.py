@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import at_stages
 from plain import adamw_in_groups, mesh_of, sharded, take_step
 from ranks import run_processes, run_threads
 from safetensors.torch import load_file, save_file
@@ -447,7 +448,7 @@ def write_wide(rank: int, stage: int, path: Path) -> tuple[Everything, list[Rang
     return parameters(model), [stretch for stretch, _ in held.shards]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_what_is_not_divided_is_shared_out_over_tensor_ranks_and_replicas(stage: int, tmp_path: Path) -> None:
     (saved, held), (_, others), *_ = run_threads(4, write_wide, stage, tmp_path)
     assert stage == 0 or held != others  # two ranks of one tensor axis

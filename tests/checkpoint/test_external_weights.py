@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from ranks import run_threads
 from safetensors.torch import load_file
 from torch import nn
@@ -156,7 +157,7 @@ def load_own(rank: int, stage: int, state: dict[str, torch.Tensor], case: str) -
     return str(error.value)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 @pytest.mark.parametrize(("case", "name"), [("values", "weight"), ("names", "bias")])
 def test_state_dicts_that_differ_between_ranks_are_refused(stage: int, case: str, name: str) -> None:
     state = dict(nn.Linear(3, 4).state_dict())

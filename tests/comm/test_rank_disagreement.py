@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
+    ONE_BATCH,
     adam,
     assert_close,
     batches,
@@ -347,7 +348,7 @@ def test_an_exception_in_one_rank_s_forward_leaves_it_usable(stage: int, where: 
         assert_close(parameters, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_an_exception_in_one_gloo_process_s_forward_leaves_it_usable(stage: int) -> None:
     model = make_net()
     wanted = plain_without(model, 2)
@@ -362,7 +363,7 @@ def first_forward_fails(rank: int) -> tuple[str, str]:
     model, _ = zeroshard.shard(model, adam(model), stage=3, timeout=SOON)
     hook.armed = rank == 1
     try:
-        net_loss(model, batches(1)[0])
+        net_loss(model, ONE_BATCH)
     except Exception as error:
         return type(error).__name__, str(error)
     return "no error", ""
@@ -385,7 +386,7 @@ def test_a_failed_forward_leaves_no_full_parameters_in_memory(stage: int) -> Non
         held = zeroshard.report(model).total.now
         hook.armed = True
         with pytest.raises(Spoiled):
-            model(batches(1)[0])
+            model(ONE_BATCH)
         return held, zeroshard.report(model).total.now
 
     for before, after in run_threads(2, body, make_net()):

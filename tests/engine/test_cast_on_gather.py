@@ -13,7 +13,21 @@ import torch
 from live import live_bytes, live_bytes_at_start
 from offloaded import Case, assert_same, everything, loop
 from one_pass import in_one_pass
-from plain import adamw, batches, copied, full_parameters, masters, mesh_of, net_loss, sharded, split, train_step
+from plain import (
+    ONE_BATCH,
+    adamw,
+    batches,
+    copied,
+    full_parameters,
+    masters,
+    mesh_of,
+    net_loss,
+    sharded,
+    split,
+    take_step,
+    token_step,
+    train_step,
+)
 from ranks import run_processes, run_threads
 from torch import nn
 from zoo import make_net
@@ -136,10 +150,7 @@ def test_a_divided_model_has_the_same_numbers() -> None:
         for step in range(3):
             ids = (torch.arange(16).view(2, 8) + step + rank // shape[-1]) % 13
             loss = model(ids, ids)
-            loss.backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss, 0.5)
             losses.append(loss.item())
         if cast:
             assert_no_copy_of(model)
@@ -327,7 +338,7 @@ def test_unwrap_gives_the_master(world: int) -> None:
         plain, inner = zeroshard.unwrap(model, optimizer)
         assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in plain.parameters())
         inner.zero_grad()
-        net_loss(plain, batches(1)[0]).backward()
+        token_step(plain, ONE_BATCH)
         inner.step()
         return copied(plain)
 
@@ -341,13 +352,13 @@ def test_states_go_and_come_back(world: int) -> None:
         model, optimizer = case.make()
         told = loop(model, optimizer, case, rank, world)
         for _ in range(2):
-            optimizer.scale(net_loss(model, split(batches(1)[0], rank, world))).backward()
+            optimizer.scale(net_loss(model, split(ONE_BATCH, rank, world))).backward()
             if away:
                 held = zeroshard.report(model).states
                 zeroshard.offload_states(model)
                 assert zeroshard.report(model).states == 0
                 with pytest.raises(RuntimeError, match=r"reload_states\(model\)"):
-                    model(batches(1)[0])
+                    model(ONE_BATCH)
                 zeroshard.reload_states(model)
                 assert zeroshard.report(model).states == held
             optimizer.step()
@@ -459,9 +470,9 @@ def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
 def test_a_stage_is_left_to_a_plan_with_it() -> None:
     def body(rank: int) -> Any:
         planning = {"loss": lambda output: output.float().sum()}
-        options = {"inputs": batches(1)[0], "planning": planning, "precision": "bf16", "cast_on_gather": True}
+        options = {"inputs": ONE_BATCH, "planning": planning, "precision": "bf16", "cast_on_gather": True}
         model, optimizer = sharded(make_net(), adamw, stage="auto", **options)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         optimizer.step()
         return zeroshard.report(model).chosen
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from live import live_beyond, live_bytes
 from pairs import every_stage
 from plain import (
+    ONE_BATCH,
     adam,
     assert_close,
     assert_equal,
@@ -71,7 +72,7 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank
         assert torch.equal(torch.get_rng_state(), defaults[3])
 
         model = torch.nn.Linear(3, 2)
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = zeroshard.shard(model, sgd(model))
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         assert not torch.distributed.is_initialized()
@@ -89,12 +90,12 @@ def test_sharding_and_training_patch_no_class_and_no_function(stage: int) -> Non
 
     def body(rank: int):
         model, optimizer = zeroshard.shard(model_of[rank], adam(model_of[rank]), stage=stage)
-        train_step(model, optimizer, batches(1)[0])
+        train_step(model, optimizer, ONE_BATCH)
         return type(model), type(model.head), type(optimizer.inner)
 
     plain = make_net()
     model_of = [copy.deepcopy(plain) for _ in range(2)]
-    train_step(plain, adam(plain), batches(1)[0])  # whatever torch itself loads or wraps at the first use
+    train_step(plain, adam(plain), ONE_BATCH)  # whatever torch itself loads or wraps at the first use
     run_threads(1, lambda rank: None)
     before = surface()
     classes = run_threads(2, body)
@@ -312,7 +313,7 @@ def test_del_frees_everything_after_a_failed_forward(stage: int) -> None:
 def test_no_hook_of_the_library_stays_on_an_output_that_outlives_the_model(stage: int) -> None:
     def body(rank: int):
         model, _ = zeroshard.shard(copy.deepcopy(plain), stage=stage)
-        output = model(batches(1)[0]).detach()
+        output = model(ONE_BATCH).detach()
         watched = weakref.ref(model._zeroshard.engine)
         del model
         return watched() is None, output.sum().isfinite().item()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_beyond, live_bytes_at_start
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import adam, assert_close, assert_equal, copied, copied_buffers, full_parameters, sharded, train_steps
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -462,7 +462,7 @@ def refused_wrappers(rank: int, stage: int) -> list[str]:
 
 
 @pytest.mark.guarantee("Other wrappers")
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
     for said in run_processes(2, refused_wrappers, stage):
         names = ["DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"]
@@ -515,7 +515,7 @@ HOLDERS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.guarantee("Parameters' memory used elsewhere")
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_memory_of_parameters_that_is_also_used_elsewhere_is_told(holder: str, stage: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
-from plain import Tensors, batches, mesh_of, momentum, net_loss, sharded, split, take_step
+from pairs import at_stages, every_stage
+from plain import ONE_BATCH, Tensors, batches, mesh_of, momentum, net_loss, sharded, split, take_step, token_step
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -66,7 +66,7 @@ def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]
         assert share <= extra < 1.9 * share, (extra, share)  # small flats are padded
         values = train(model, optimizer, ema, rank, 2)
         wanted = plain_average(values, built(Tied))
-        batch = batches(1)[0]
+        batch = ONE_BATCH
         with ema.swapped():
             averages = zeroshard.state_dict(model, None)
             close(averages, wanted)
@@ -91,7 +91,7 @@ def test_the_average_is_that_of_a_plain_loop(stage: int, options: dict[str, Any]
         held = zeroshard.report(model).memory
         assert ("averages", "device") not in held or not held["averages", "device"].now
         zeroshard.reload_states(model)
-        net_loss(model, split(batch, rank, 2)).backward()
+        token_step(model, split(batch, rank, 2))
         optimizer.step()
         with ema.swapped():  # not updated
             again = zeroshard.state_dict(model, None)
@@ -246,7 +246,7 @@ def average_after_a_new_group(rank: int, stage: int) -> None:
     optimizer.add_param_group({"params": [model.head.weight]})  # which gets a master weight only now
     with ema.swapped():
         before = zeroshard.state_dict(model, rank=None)["head.weight"]
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     optimizer.step()
     ema.update()
     now = zeroshard.state_dict(model, rank=None)["head.weight"]
@@ -256,7 +256,7 @@ def average_after_a_new_group(rank: int, stage: int) -> None:
     torch.testing.assert_close(average, (before + now) / 2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_a_parameter_that_gets_a_master_weight_later_is_averaged(stage: int) -> None:
     run_threads(2, average_after_a_new_group, stage)
 
@@ -273,7 +273,7 @@ def average_of_another_engine(rank: int, stage: int) -> None:
     del kept
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_an_average_belongs_to_one_shard_call(stage: int) -> None:
     run_threads(2, average_of_another_engine, stage)
 

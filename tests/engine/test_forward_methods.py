@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import assert_close, momentum, take_step
 from ranks import run_processes, run_threads
 from torch import nn
@@ -141,7 +141,7 @@ def test_methods_train_over_gloo() -> None:
         assert_close(state, plain.state_dict(), 2e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_a_method_that_is_not_registered_is_right_or_raises(stage: int) -> None:
     def body(rank: int) -> None:
         model, _ = zeroshard.shard(make_model(), stage=stage)

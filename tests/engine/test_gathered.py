@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage, pairwise
+from pairs import at_stages, every_stage, pairwise
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_close,
     assert_equal,
@@ -24,6 +25,7 @@ from plain import (
     sharded,
     split,
     take_step,
+    token_step,
     train_step,
     train_steps,
 )
@@ -69,7 +71,7 @@ def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, 
 @pytest.mark.guarantee("gathered()")
 @pytest.mark.parametrize(("stage", "options", "world"), pairwise(STAGES, PLACES, [1, 2]), ids=str)
 def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: dict[str, Any], world: int) -> None:
-    plain, batch = make_net(), batches(1)[0]
+    plain, batch = make_net(), ONE_BATCH
     reference = copy.deepcopy(plain)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -104,7 +106,7 @@ def test_training_inside_a_block_is_plain_until_the_step(stage: int) -> None:
 
     def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         with zeroshard.gathered(model):
-            net_loss(model, data[0]).backward()
+            token_step(model, data[0])
             with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside .*gathered.*Leave the block"):
                 optimizer.step()
         optimizer.step()
@@ -165,7 +167,7 @@ def test_a_graph_made_of_edits_that_are_undone_is_refused(stage: int) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
-            loss = net_loss(model, batches(1)[0])
+            loss = net_loss(model, ONE_BATCH)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -174,7 +176,7 @@ def test_a_graph_made_of_edits_that_are_undone_is_refused(stage: int) -> None:
 
 @every_stage
 def test_values_written_before_an_exception_are_gone_also_where_a_graph_is_kept(stage: int) -> None:
-    plain, batch = make_net(), batches(1)[0]
+    plain, batch = make_net(), ONE_BATCH
 
     def body(rank: int) -> Tensors:
         model, optimizer = shard(plain, stage)
@@ -222,7 +224,7 @@ def test_data_replaced_inside_a_writing_block_is_written(stage: int, options: di
 
 @every_stage
 def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: int) -> None:
-    plain, batch = make_net(), batches(1)[0]
+    plain, batch = make_net(), ONE_BATCH
 
     def body(rank: int) -> None:
         model, optimizer = shard(plain, stage)
@@ -304,7 +306,7 @@ def load_block(model: nn.Module, rank: int) -> None:
 @pytest.mark.guarantee("Edits that differ by rank")
 @pytest.mark.parametrize("options", [*PLACES, {"precision": "bf16", "offload": "host"}], ids=str)
 @pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
 def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(2)
@@ -313,7 +315,7 @@ def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any
         model, optimizer = shard(plain, stage, **options)
         for value in (rank, 7, rank):  # all ranks may make the same edit
             edit(model, value)
-            net_loss(model, split(data[1], rank, 2)).backward()
+            token_step(model, split(data[1], rank, 2))
             if value == 7:
                 optimizer.step()
                 continue
@@ -329,7 +331,7 @@ def test_edits_that_differ_between_ranks_raise_at_the_step(stage: int, edit: Any
 @pytest.mark.guarantee("Edits that differ by rank")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("edit", [edit_in_place, edit_data, load_all, load_block])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
 def test_an_edit_on_one_rank_raises_at_the_step(stage: int, edit: Any, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(2)
@@ -346,7 +348,7 @@ def test_an_edit_on_one_rank_raises_at_the_step(stage: int, edit: Any, options: 
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.filterwarnings("ignore:load_state_dict.. rounds")
 def test_one_rank_may_read_data_and_use_other_values_for_a_while(stage: int, options: dict[str, Any]) -> None:
     plain, data = make_net(), batches(3)
@@ -524,7 +526,7 @@ def test_between_a_forward_and_its_backward_parameters_are_partitioned_too() -> 
     def body(rank: int) -> None:
         model, optimizer = shard(make_net(), 3)
         for _ in range(2):
-            loss = net_loss(model, batches(1)[0])
+            loss = net_loss(model, ONE_BATCH)
             for use in (
                 lambda: model.temperature.data.mul_(2.0),
                 lambda: model.temperature.detach(),
@@ -546,9 +548,9 @@ def test_a_hook_of_the_model_may_read_its_parameters() -> None:
         read: list[float] = []
         model.register_forward_hook(lambda module, args, output: read.append(module.temperature.detach().norm().item()))
         value = zeroshard.full_parameter(model, "temperature").norm().item()
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         with torch.no_grad():
-            net_loss(model, batches(1)[0])
+            net_loss(model, ONE_BATCH)
         assert read == [value, value]
 
     run_threads(2, body)
@@ -565,7 +567,7 @@ def test_an_edit_that_a_failed_backward_would_lose_is_reported_by_the_next_forwa
                 model.temperature.mul_(2.0)
 
         handle = model.register_forward_hook(edit)
-        output = model(batches(1)[0])
+        output = model(ONE_BATCH)
         handle.remove()
         output.register_hook(lambda gradient: 1 / 0)
         with pytest.raises((ZeroDivisionError, RuntimeError)):
@@ -573,13 +575,13 @@ def test_an_edit_that_a_failed_backward_would_lose_is_reported_by_the_next_forwa
         del output
         with pytest.raises(RuntimeError, match=r"temperature.*changed in place"):
             for batch in batches(2):
-                net_loss(model, batch).backward()
+                token_step(model, batch)
 
     run_threads(2, body)
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("stage", [0, 2])
+@at_stages(0, 2)
 def test_a_load_after_one_rank_has_read_data_is_no_edit(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     plain, data = make_net(), batches(2)
     zeroshard.save(tmp_path / "a", plain)

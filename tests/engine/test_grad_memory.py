@@ -10,7 +10,9 @@ import pytest
 import torch
 from live import live_bytes, live_bytes_at_start
 from one_pass import in_one_pass
+from pairs import at_stages
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_close,
     assert_equal,
@@ -20,8 +22,10 @@ from plain import (
     net_loss,
     of,
     run_plain,
+    sgd,
     sharded,
     split,
+    token_step,
     train_step,
     train_steps,
 )
@@ -64,7 +68,7 @@ def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int,
         model, optimizer = shard(stage)
         found = []
         for batch in batches(4):
-            net_loss(model, split(batch, rank, world)).backward()
+            token_step(model, split(batch, rank, world))
             found.append(held(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -89,7 +93,7 @@ def taken(model: nn.Module) -> list[int]:
 
 def layers(stage: int, number: int = 16) -> tuple[Any, Any]:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(number)])
-    return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    return zeroshard.shard(model, sgd(model), stage=stage)
 
 
 @pytest.mark.parametrize(("stage", "world", "pieces"), [(3, 1, 16), (1, 2, 16), (2, 2, 8), (2, 4, 4)])
@@ -111,7 +115,7 @@ def test_a_piece_of_many_layers_is_at_most_as_large_as_one_layer_up_to_some_numb
         assert len(set(assign_segments([7] * layer, shard_count=ranks))) == pieces
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_whole_gradients_take_it_at_once_where_the_loss_has_left_room(stage: int) -> None:
     def body(rank: int) -> tuple[list[list[int]], list[torch.Tensor]]:
         model, optimizer = layers(stage, number=5)
@@ -134,8 +138,8 @@ def test_whole_gradients_take_it_at_once_where_the_loss_has_left_room(stage: int
 
 def test_a_backward_whose_gradients_get_no_memory_leaves_no_buffers() -> None:
     def body(rank: int) -> int:
-        model, optimizer = sharded(3)
-        loss = net_loss(model, split(batches(1)[0], rank, 2))
+        model, optimizer = shard(3)
+        loss = net_loss(model, split(ONE_BATCH, rank, 2))
         memory = model._zeroshard.engine.gradients.memory
         memory.allocate = no_memory
         with pytest.raises(torch.OutOfMemoryError, match="made up"):
@@ -156,21 +160,21 @@ def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
     model, optimizer = shard(stage)
     for batch in batches(2):
         optimizer.zero_grad()
-        net_loss(model, split(batch, rank, 2)).backward()
+        token_step(model, split(batch, rank, 2))
         optimizer.step()
     before = live_bytes_at_start()
     optimizer.zero_grad()
     return before - live_bytes(), zeroshard.report(model).memory["gradients", "device"].peak
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_live_tensors_say_so_too(stage: int) -> None:
     for freed, most in run_processes(2, freed_by_zero_grad, stage, fresh=True):
         assert 0 < most <= freed < most + 256  # gloo's threads let go of a few bytes of their own now and then
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
     """On one rank that gives their memory back, too. Of several, each knows only which gradients it has made itself."""
 
@@ -182,13 +186,13 @@ def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
             for parameter in parameters:
                 parameter.grad = None
 
-        net_loss(model, split(batches(1)[0], rank, world)).backward()
+        token_step(model, split(ONE_BATCH, rank, world))
         optimizer.clip_grad_norm_(1.0)
         before = held(model)
         clear()
         after = held(model)
         for batch in batches(2):
-            net_loss(model, split(batch, rank, world)).backward()
+            token_step(model, split(batch, rank, world))
             optimizer.step()
             clear()
         return before, after, full_parameters(model)
@@ -205,7 +209,7 @@ def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
         with in_one_pass():
             model, optimizer = sharded(NET, of(torch.optim.AdamW, lr=1e-2, fused=True), precision="bf16")
             for batch in batches(3):
-                net_loss(model, batch).backward()
+                token_step(model, batch)
                 optimizer.clip_grad_norm_(0.1)
                 optimizer.step()
                 for parameter in model.parameters() if one_by_one else ():
@@ -225,7 +229,7 @@ def test_what_another_rank_has_made_stays_when_ones_own_is_cleared(stage: int) -
 
     def body(rank: int) -> list[Tensors]:
         model: Any = copy.deepcopy(net)
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
         found = []
         for _ in range(2):
             model(torch.ones(1, 8), (rank,)).sum().backward()
@@ -254,10 +258,10 @@ def test_what_no_sync_has_summed_is_given_back_and_counted_once() -> None:
         optimizer.inner.register_step_post_hook(lambda *_: None)  # it is shown the gradients
         found = []
         for batch in batches(3):
-            net_loss(model, split(batch, rank, 2)).backward()
+            token_step(model, split(batch, rank, 2))
             optimizer.step()
             with zeroshard.no_sync(model):
-                net_loss(model, split(batch, rank, 2)).backward()
+                token_step(model, split(batch, rank, 2))
             optimizer.zero_grad()
             found.append(held(model))
         return found
@@ -276,7 +280,7 @@ def test_gradients_that_are_there_when_a_forward_begins_keep_their_memory(stage:
     def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         found = []
         for first, second in zip(data[::2], data[1::2], strict=True):
-            net_loss(model, first).backward()
+            token_step(model, first)
             train_step(model, optimizer, second)
             found.append(held(model) if zeroshard.is_sharded(model) else 1)
         assert found[0] > 0
@@ -290,7 +294,7 @@ def test_gradients_made_zero_are_added_to(stage: int, world: int) -> None:
     def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         optimizer.zero_grad(set_to_none=False)  # there are none
         for batch in data:
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
 
@@ -300,7 +304,7 @@ def test_gradients_made_zero_are_added_to(stage: int, world: int) -> None:
 # ------------------------------------------------------------------------------------------------ in other hands
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = shard(stage)
@@ -308,7 +312,7 @@ def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
         plainly = make(other)
         for first in (True, False):
             for one, its in ((model, optimizer), (other, plainly)):
-                net_loss(one, batches(2)[0 if first else 1]).backward()
+                token_step(one, batches(2)[0 if first else 1])
                 if first:
                     kept = {name: parameter.grad for name, parameter in one.named_parameters()}
                     copies = {name: gradient.clone() for name, gradient in kept.items()}
@@ -361,7 +365,7 @@ def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> Tensors
     for number, batch in enumerate(batches(4)):
         Fails.on = number in (0, 2)
         try:
-            net_loss(model, split(batch, rank, world)).backward()
+            token_step(model, split(batch, rank, world))
             optimizer.step()
         except ValueError:
             if away:
@@ -382,11 +386,11 @@ def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: 
         assert_close(parameters, run_plain(NET, make, batches(4)[1::2]))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@at_stages(0, 2, 3)
 def test_no_gradient_is_cleared_and_no_forward_begun_while_states_are_away(stage: int) -> None:
     def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         for batch in data:
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             zeroshard.offload_states(model)
             for use in (
                 optimizer.zero_grad,
@@ -410,7 +414,7 @@ def test_no_gradient_is_cleared_and_no_forward_begun_while_states_are_away(stage
 def test_states_go_away_and_come_back_with_and_without_gradients(there: bool) -> None:
     def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
         for batch in data:
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             if there:
                 zeroshard.offload_states(model)
                 zeroshard.reload_states(model)

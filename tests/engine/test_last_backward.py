@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import pairwise
+from pairs import at_stages, pairwise
 from plain import adamw, assert_close, assert_equal, copied, full_parameters, mesh_of, sharded, square_loss, take_step
 from ranks import run_processes, run_threads, seeded
 from torch import nn
@@ -564,7 +564,7 @@ def clear_one_parameter_everywhere(rank: int, stage: int, backwards: int) -> dic
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 def test_all_ranks_may_clear_a_gradient_whatever_order_they_clear_in_and_whether_they_have_it(stage: int) -> None:
     wanted = run_threads(2, clear_one_parameter_everywhere, 1, 0)
     for ours, theirs in zip(run_threads(2, clear_one_parameter_everywhere, stage, 1), wanted, strict=True):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, loop
-from plain import batches, net_loss, split
+from pairs import at_stages
+from plain import ONE_BATCH, net_loss, split, token_step
 from ranks import run_threads
 
 import zeroshard
@@ -18,7 +19,7 @@ from zeroshard.optim.cpu.apply import ChunkUpdater
 
 NEAR = [(kind, "device") for kind in MODEL_STATE_KINDS]
 USES = {
-    "forward": lambda model, optimizer: net_loss(model, batches(1)[0]),
+    "forward": lambda model, optimizer: net_loss(model, ONE_BATCH),
     "step": lambda model, optimizer: optimizer.step(),
     "clip": lambda model, optimizer: optimizer.clip_grad_norm_(1.0),
     "full_parameter": lambda model, optimizer: zeroshard.full_parameter(model, "head.weight"),
@@ -40,7 +41,7 @@ def there_and_back(rank: int, world: int, case: Case, offload: Any, away: bool) 
             zeroshard.offload_states(model)  # once more does nothing
             assert not any(n.now for (kind, tier), n in zeroshard.report(model).memory.items() if (kind, tier) in NEAR)
             zeroshard.reload_states(model)
-        loss = net_loss(model, split(batches(1)[0], rank, world))
+        loss = net_loss(model, split(ONE_BATCH, rank, world))
         optimizer.scale(loss).backward()
         if away:
             zeroshard.offload_states(model)
@@ -65,7 +66,7 @@ def test_states_come_back_byte_for_byte(world: int, case: Case, offload: Any) ->
     assert_same(run_threads(world, there_and_back, world, case, offload, True), plain)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 @pytest.mark.parametrize("use", USES)
 def test_what_is_away_cannot_be_used_and_is_unharmed(use: str, stage: int) -> None:
     case = Case(steps=1, options={"stage": stage})
@@ -133,7 +134,7 @@ def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch
         ended.set()
 
     monkeypatch.setattr(ChunkUpdater, "speculate", slow)
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     assert began.wait(5)
     zeroshard.offload_states(model)
     assert ended.is_set()

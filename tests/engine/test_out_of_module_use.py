@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import Step, assert_same, backwards_in_reverse, backwards_in_turn, net_loss, token_step, tokens
 from ranks import run_processes, run_threads
 from torch import nn
@@ -135,7 +136,7 @@ def penalty_across_another_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     loss = net_loss(model, ids)
     handle.remove()
     (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
-    net_loss(model, ids.flip(1)).backward()
+    token_step(model, ids.flip(1))
     total = loss + 10 * gradient.square().sum()
     total.backward()
     return total
@@ -158,7 +159,7 @@ def rows_by_hand(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([*rows, *third]).detach()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize("how", [rows_of_a_hessian, rows_by_hand])
 def test_a_graph_that_a_backward_made_may_be_used_several_times(how: Any, stage: int) -> None:
     def make() -> nn.Module:

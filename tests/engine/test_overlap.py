@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import at_stages
 from ranks import run_processes
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -235,7 +236,7 @@ def test_stage_2_reduces_in_backward_and_gathers_in_the_next_forward(collectives
 
 
 @pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1])
+@at_stages(0, 1)
 @pytest.mark.parametrize("collectives", [FASTER, SLOWER])
 def test_stages_0_and_1_reduce_in_the_last_backward(
     collectives: tuple[float, float], stage: int, backwards: int
@@ -247,7 +248,7 @@ def test_stages_0_and_1_reduce_in_the_last_backward(
     assert found == Milliseconds(forward, pipeline(BACKWARD, reduction), 0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_every_backward_of_several_overlaps(stage: int) -> None:
     gather, reduction = SLOWER
     found = measure(SLOWER, stage, backwards=3)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
+    ONE_BATCH,
     adam,
     assert_close,
     assert_equal,
@@ -26,6 +27,7 @@ from plain import (
     run_plain,
     sharded,
     split,
+    token_step,
     train_step,
     train_steps,
 )
@@ -56,7 +58,7 @@ def test_at_rest_metadata_is_that_of_the_plain_parameter(precision: str | None, 
     def body(rank: int):
         model, optimizer = shard(plain, precision=precision)
         if trained:
-            train_step(model, optimizer, split(batches(1)[0], rank, 2))
+            train_step(model, optimizer, split(ONE_BATCH, rank, 2))
         found = {}
         for name, p in model.named_parameters():
             assert isinstance(p, nn.Parameter)
@@ -203,7 +205,7 @@ def touch(rank: int) -> dict[str, tuple[str, str]]:
             outcomes[way] = "returned", repr(type(result))
         except Exception as error:
             outcomes[way] = type(error).__name__, str(error)
-        train_step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+        train_step(model, optimizer, split(ONE_BATCH, rank, 2))  # and nothing is broken
     return outcomes
 
 
@@ -232,10 +234,10 @@ UNASKED = {
 
 def read_unasked(rank: int, way: str) -> bool:
     model, optimizer = shard(make_net())
-    train_step(model, optimizer, split(batches(1)[0], rank, 2))
+    train_step(model, optimizer, split(ONE_BATCH, rank, 2))
     values = UNASKED[way](model.get_parameter(NAME))
     model.get_parameter(NAME).requires_grad_(True)
-    train_step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+    train_step(model, optimizer, split(ONE_BATCH, rank, 2))  # and nothing is broken
     return bool(values.isnan().all())
 
 
@@ -308,10 +310,10 @@ def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(s
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
         for call, message in WRONG.values():
-            train_step(model, optimizer, split(batches(1)[0], rank, 2))
+            train_step(model, optimizer, split(ONE_BATCH, rank, 2))
             with pytest.raises(RuntimeError, match=message):
                 call(model, optimizer)
-        train_step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(ONE_BATCH, rank, 2))
 
     run_threads(2, body)
 
@@ -325,7 +327,7 @@ def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
         model, optimizer = shard(plain, stage)
         for batch in batches(2):
             assert model.to("cpu").cpu().float().to(torch.float32) is model
-            net_loss(model, split(batch, rank, 2)).backward()
+            token_step(model, split(batch, rank, 2))
             model.cpu()  # with gradients
             optimizer.step()
             optimizer.zero_grad()
@@ -354,10 +356,10 @@ def add_adapter(model: nn.Module) -> None:
 def test_a_parameter_that_nobody_would_train_is_refused_by_name(change, stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
-        train_step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(ONE_BATCH, rank, 2))
         change(model)
         with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\..*weight' is another nn\.Parameter"):
-            net_loss(model, split(batches(1)[0], rank, 2))
+            net_loss(model, split(ONE_BATCH, rank, 2))
 
     run_threads(2, body)
 
@@ -367,8 +369,8 @@ def test_modules_around_the_same_parameters_are_no_change() -> None:
         model, optimizer = shard(make_net())
         model.blocks[1] = nn.Sequential(model.blocks[1])  # as torch.compile(model.blocks[1]) would
         own = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
-        assert torch.func.functional_call(model, own, (batches(1)[0],)).abs().max() == 0
-        return train_step(model, optimizer, split(batches(1)[0], rank, 2))
+        assert torch.func.functional_call(model, own, (ONE_BATCH,)).abs().max() == 0
+        return train_step(model, optimizer, split(ONE_BATCH, rank, 2))
 
     run_threads(2, body)
 
@@ -486,7 +488,7 @@ def test_a_parameter_is_an_instance_of_its_own_class_at_all_times(stage: int) ->
 def forward_alone(rank: int) -> str:
     model, _ = shard(make_net())
     with pytest.raises(RuntimeError) as caught:
-        model.forward(batches(1)[0])
+        model.forward(ONE_BATCH)
     return str(caught.value)
 
 
@@ -632,7 +634,7 @@ def test_an_exception_inside_gathered_frees_and_changes_nothing(stage: int, writ
             _ = 1 / 0
         assert zeroshard.report(model).total.now == held
         after = full_parameters(model)
-        train_step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(ONE_BATCH, rank, 2))
         return after
 
     for after in run_threads(2, body):
@@ -657,7 +659,7 @@ def test_a_state_dict_taken_inside_gathered_is_plain_and_stays_valid(stage: int)
         assert_equal(taken, plain.state_dict())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
     plain, data = make_net(), batches(2)
 
@@ -683,7 +685,7 @@ def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precis
         with zeroshard.gathered(model, write_rank=0):
             model.load_state_dict(state)
         after = full_parameters(model)
-        train_step(model, optimizer, split(batches(1)[0], rank, 2))
+        train_step(model, optimizer, split(ONE_BATCH, rank, 2))
         return after
 
     for after in run_threads(2, body):
@@ -728,7 +730,7 @@ def test_gathered_refuses_a_plain_module() -> None:
 def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
         for batch in data:
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             with zeroshard.gathered(model), zeroshard.gathered(model.blocks[0]):
                 model.blocks[0].up.weight.sum()
                 model.get_parameter(NAME).sum()
@@ -749,7 +751,7 @@ def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> 
     def body(rank: int):
         model, optimizer = shard(plain, stage)
         train_step(model, optimizer, split(data[0], rank, 2))
-        net_loss(model, split(data[1], rank, 2)).backward()
+        token_step(model, split(data[1], rank, 2))
         gradients = full_gradients(model)
         optimizer.step()
         return gradients, {name: zeroshard.full_state(optimizer, name) for name, _ in model.named_parameters()}
@@ -757,7 +759,7 @@ def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> 
     expected = copy.deepcopy(plain)
     optimizer = adam(expected)
     train_step(expected, optimizer, data[0])
-    net_loss(expected, data[1]).backward()
+    token_step(expected, data[1])
     wanted = {name: p.grad.clone() for name, p in expected.named_parameters()}
     optimizer.step()
     for gradients, states in run_threads(2, body):
@@ -784,7 +786,7 @@ def test_full_gradient_is_none_before_backward_and_after_zero_grad(stage: int) -
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
         before = zeroshard.full_gradient(model, NAME)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         between = zeroshard.full_gradient(model, NAME)
         optimizer.zero_grad()
         return before, between is None, zeroshard.full_gradient(model, NAME)

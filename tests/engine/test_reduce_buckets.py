@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import at_stages
 from plain import Tensors, adamw, assert_close, assert_equal, full_parameters, masters, sgd, sharded, take_step
 from ranks import run_processes, run_threads
 from torch import nn
@@ -286,7 +287,7 @@ def kept_gradients(rank: int, stage: int) -> list[tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("run", [run_threads, run_processes])
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_a_gradient_that_a_hook_has_kept_is_not_overwritten(run: Callable[..., Any], stage: int) -> None:
     for kept in run(2, kept_gradients, stage):
         assert len(kept) == LAYERS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import every_stage
-from plain import batches, mesh_of, net_loss, sgd, sharded, split, take_step
+from plain import ONE_BATCH, mesh_of, sgd, sharded, split, take_step, token_step
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -133,7 +133,7 @@ def test_tensor_parallel_shards_are_put_together() -> None:
 
 def over_gloo(rank: int) -> dict[str, torch.Tensor]:
     model, optimizer = sharded(make_net(), sgd, precision="bf16")
-    net_loss(model, split(batches(1)[0], rank, 2)).backward()
+    token_step(model, split(ONE_BATCH, rank, 2))
     optimizer.step()
     before = zeroshard.report(model).memory["parameters", "device"].now
     state = zeroshard.state_dict(model)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage, pairwise
+from pairs import at_stages, every_stage, pairwise
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_close,
     assert_same_training,
@@ -24,6 +25,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_step,
 )
 from ranks import run_processes, run_threads
@@ -88,8 +90,8 @@ def all_inside_no_sync(model: nn.Module, optimizer: torch.optim.Optimizer, data:
     """No backward outside: the step itself has to reduce."""
     for batch in data:
         with zeroshard.no_sync(model) if isinstance(optimizer, zeroshard.ShardedOptimizer) else nullcontext():
-            net_loss(model, batch).backward()
-            net_loss(model, batch.flip(0)).backward()
+            token_step(model, batch)
+            token_step(model, batch.flip(0))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -97,9 +99,9 @@ def all_inside_no_sync(model: nn.Module, optimizer: torch.optim.Optimizer, data:
 def sync_then_no_sync(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """A reduced gradient is there when backwards inside no_sync() add to it."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         with zeroshard.no_sync(model) if isinstance(optimizer, zeroshard.ShardedOptimizer) else nullcontext():
-            net_loss(model, batch.flip(1)).backward()
+            token_step(model, batch.flip(1))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -107,7 +109,7 @@ def sync_then_no_sync(model: nn.Module, optimizer: torch.optim.Optimizer, data: 
 def no_zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """Gradients of earlier steps stay and are added to."""
     for number, batch in enumerate(data):
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizer.step()
         if number == 1:
             optimizer.zero_grad()
@@ -116,7 +118,7 @@ def no_zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[
 def second_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """A step without a new backward uses the same gradients again."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,7 +134,7 @@ def step_without_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, d
 def zero_to_zero(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """Gradients that are zero, not None: the second step decays and keeps its momentum."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
@@ -141,7 +143,7 @@ def zero_to_zero(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[
 def zero_between_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """What is cleared before any step is gone."""
     for number, batch in enumerate(data):
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizer.zero_grad(set_to_none=number % 2 == 0)
         train_step(model, optimizer, batch.flip(1))
 
@@ -166,7 +168,7 @@ def forwards_before_backwards(model: nn.Module, optimizer: torch.optim.Optimizer
 def clip_then_backward(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """What was clipped stays clipped; what comes after is not."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         clip(model, optimizer, 0.05)
         train_step(model, optimizer, batch.flip(1))
 
@@ -174,7 +176,7 @@ def clip_then_backward(model: nn.Module, optimizer: torch.optim.Optimizer, data:
 def clip_step_and_go_on(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """The gradients that stay after the step are the clipped ones."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         clip(model, optimizer, 0.05)
         optimizer.step()
 
@@ -182,7 +184,7 @@ def clip_step_and_go_on(model: nn.Module, optimizer: torch.optim.Optimizer, data
 def clip_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """The second norm is that of the clipped gradients."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         clip(model, optimizer, 0.05)
         assert clip(model, optimizer, 0.02).item() == pytest.approx(0.05, rel=1e-3)
         optimizer.step()
@@ -337,7 +339,7 @@ def test_model_zero_grad_clears_or_says_what_does(stage: int, moment: Any, set_t
     def body(rank: int) -> str:
         first, second = (split(batch, rank, 2) for batch in data)
         model, optimizer = sharded(net(), partial(sgd, lr=0.0), stage=stage)
-        net_loss(model, first).backward()
+        token_step(model, first)
         moment(model, optimizer, second)
         try:
             model.zero_grad(set_to_none)
@@ -351,7 +353,7 @@ def test_model_zero_grad_clears_or_says_what_does(stage: int, moment: Any, set_t
         return "cleared"
 
     plain = copy.deepcopy(net())
-    net_loss(plain, data[1]).backward()
+    token_step(plain, data[1])
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     assert len(set(run_threads(2, body))) == 1
 
@@ -374,14 +376,14 @@ def traffic(stage: int, parts: int, silent: bool = False) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1])
+@at_stages(0, 1)
 def test_replicated_gradients_are_reduced_once_a_step_however_many_backwards(stage: int, parts: int) -> None:
     once = traffic(stage, 1)
     assert once["all-reduce" if stage == 0 else "reduce-scatter"] > 0
     assert traffic(stage, parts) == once
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_partitioned_gradients_are_reduced_by_every_backward(stage: int) -> None:
     assert traffic(stage, 4)["reduce-scatter"] == 4 * traffic(stage, 1)["reduce-scatter"] > 0
 
@@ -397,11 +399,11 @@ def test_no_sync_communicates_nothing_where_parameters_are_replicated() -> None:
     def body(rank: int, stage: int) -> int:
         model, optimizer = sharded(net(), momentum, stage=stage)
         accumulate(model, optimizer, shares(batches(2), rank, 2), 1)
-        net_loss(model, batches(1)[0])  # the parameters of the step have arrived
+        net_loss(model, ONE_BATCH)  # the parameters of the step have arrived
         counters = model._zeroshard.engine.comm.counters
         before = {kind: counted.count for kind, counted in counters.current_step.items()}
         with zeroshard.no_sync(model):
-            net_loss(model, batches(1)[0]).backward()
+            token_step(model, ONE_BATCH)
         after = {kind: counted.count for kind, counted in counters.current_step.items()}
         return sum(after.values()) - sum(before.values())
 

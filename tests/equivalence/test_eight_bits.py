@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
+from pairs import at_stages, pairwise
 from plain import (
+    ONE_BATCH,
     Tensors,
     adamw_in_groups,
     assert_close,
@@ -29,6 +30,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_step,
     train_steps,
 )
@@ -195,13 +197,10 @@ def train_with_habits(rank: int, model: nn.Module, options: dict[str, Any]) -> T
         halves = split(batch, rank, 2).chunk(2)
         if step % 2:
             with zeroshard.no_sync(model):
-                net_loss(model, halves[0]).backward()
+                token_step(model, halves[0])
         else:
-            net_loss(model, halves[0]).backward()
-        net_loss(model, halves[1]).backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+            token_step(model, halves[0])
+        take_step(optimizer, net_loss(model, halves[1]), 0.5)
         with torch.no_grad():
             net_loss(model, halves[0])
         if step == 1:
@@ -223,7 +222,7 @@ def unchanged_by_gathers(rank: int, model: nn.Module, folder: Path, options: dic
     """Everything that reads values between steps sees the exact ones."""
     exact = copied(model)
     sharded, _ = zeroshard.shard(copy.deepcopy(model), None, stage=3, gather_dtype="int8", **options)
-    sharded(batches(1)[0])
+    sharded(ONE_BATCH)
     assert_equal(full_parameters(sharded), exact)
     with zeroshard.gathered(sharded, write_rank=0):
         pass
@@ -298,7 +297,7 @@ def train_sum(rank: int, stage: int, bucket_size: int) -> Tensors:
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_error_feedback_does_not_change_gradients_that_share_memory(stage: int) -> None:
     large = run_threads(2, train_sum, stage, 2**25)[0]
     assert_equal(run_threads(2, train_sum, stage, 4096)[0], large)  # each weight has its own bucket
@@ -355,7 +354,7 @@ def move_feedback(rank: int, model: nn.Module, moves: bool) -> Tensors:
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 @pytest.mark.parametrize("unscales", [False, True])
 def test_error_feedback_is_refused_with_torchs_grad_scaler(stage: int, unscales: bool) -> None:
     """When its scale changes, what is left of the last gradient has the old one, and no later call can tell."""
@@ -365,7 +364,7 @@ def test_error_feedback_is_refused_with_torchs_grad_scaler(stage: int, unscales:
         options: dict[str, Any] = {"stage": stage, "reduce_wire": "int8", "error_feedback": error_feedback}
         ours, optimizer = sharded(model, adamw_in_groups, **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        scaler.scale(net_loss(ours, batches(1)[0])).backward()
+        scaler.scale(net_loss(ours, ONE_BATCH)).backward()
         if unscales:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -421,7 +420,7 @@ def train_with_bad_padding(rank: int, model: nn.Module, options: dict[str, Any])
         model, of(NaNForZero, lr=0.1), stage=3, gather_dtype="int8", reduce_wire="int8", elementwise=True, **options
     )
     train_steps(model, optimizer, shares(batches(2), rank, 2))
-    return full_parameters(model), model(batches(1)[0]).detach().float()
+    return full_parameters(model), model(ONE_BATCH).detach().float()
 
 
 @pytest.mark.parametrize(
@@ -440,7 +439,7 @@ def test_what_an_optimizer_makes_of_padding_is_not_sent(options: dict[str, Any])
     dtype = torch.bfloat16 if "precision" in options else torch.float32
     for name, parameter in model.to(dtype).named_parameters():
         parameter.data = round_to_eight_bits("int8", parameters[name].to(dtype).float()).to(dtype)
-    torch.testing.assert_close(output, model(batches(1)[0]).detach().float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(output, model(ONE_BATCH).detach().float(), rtol=0.02, atol=0.02)
 
 
 def bytes_of_a_step(
@@ -520,8 +519,8 @@ def test_the_report_lists_the_parameters_that_are_not_sent_in_8_bits() -> None:
 def overflow(rank: int, bad: float, options: dict[str, Any]) -> tuple[float, bool]:
     model, optimizer = sharded(make_net(width=16), adamw_in_groups, **options)
     before = full_parameters(model)
-    loss = optimizer.scale(net_loss(model, batches(1)[0])) if options["precision"] == "fp16" else None
-    loss = net_loss(model, batches(1)[0]) if loss is None else loss
+    loss = optimizer.scale(net_loss(model, ONE_BATCH)) if options["precision"] == "fp16" else None
+    loss = net_loss(model, ONE_BATCH) if loss is None else loss
     (loss * (bad if rank == 1 else 1.0)).backward()
     norm = float(optimizer.clip_grad_norm_(1.0))
     optimizer.step()

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import (
+    ONE_BATCH,
     adam,
     assert_close,
     assert_equal,
@@ -28,6 +30,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_step,
     train_steps,
 )
@@ -69,7 +72,7 @@ def skip_on_one_rank(model: Any, optimizer: Any, data: list[torch.Tensor]) -> No
         take_step(optimizer, model(x, (0, 1, 3) if x[0, 0] == 1 else None).square().sum())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@at_stages(1, 2)
 def test_ranks_that_skip_modules_do_not_mix_up_second_hops(stage: int) -> None:
     model = built(lambda: InOrder(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     data = [torch.arange(4.0)[:, None].expand(4, 8)] * 3
@@ -112,7 +115,7 @@ def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, 
 def accumulate(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
     for first, second in zip(data[::2], data[1::2], strict=True):
         with zeroshard.no_sync(model):
-            net_loss(model, first).backward()
+            token_step(model, first)
         train_step(model, optimizer, second)
 
 
@@ -213,7 +216,7 @@ def two(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
     for number, batch in enumerate(data):
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizers[number % 2].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -282,7 +285,7 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
         else:
             zeroshard.load(tmp_path / "saved", ours, optimizer)
         with torch.no_grad():
-            loss = net_loss(ours, batches(1)[0]).item()
+            loss = net_loss(ours, ONE_BATCH).item()
         return full_parameters(ours), copy.deepcopy(optimizer.state_dict()["state"]), loss
 
     wanted = run_threads(LAYOUTS[here][0], body, here, True)[0]

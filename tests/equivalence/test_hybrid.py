@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
     adam,
     assert_close,
@@ -40,7 +40,7 @@ def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int
     assert_same_training(4, make_net(), adam, batches(3), stages=[stage], relative=1e-5, **options)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     options = {"mesh": (2, 2), "run": run_processes}
     assert_same_training(4, make_net(), adam, batches(3), stages=[stage], relative=1e-5, **options)

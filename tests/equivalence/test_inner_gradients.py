@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain import (
+    ONE_BATCH,
     Tensors,
     adam,
     assert_close,
@@ -26,6 +27,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_steps,
 )
 from ranks import RanksFailed, run_processes, run_threads
@@ -334,7 +336,7 @@ def test_an_overflow_of_one_rank_skips_the_step(backwards: int | None) -> None:
 
 def add_penalty_on_one_rank(rank: int) -> None:
     model, optimizer = sharded(ExactNet(), slow_sgd, (2, 2), units=[nn.Sequential], stage=2, partition=PARTITIONS[0])
-    exact_loss(model, split(batches(1)[0], rank, 4)).backward()
+    exact_loss(model, split(ONE_BATCH, rank, 4)).backward()
     if rank == 1:
         model.blocks[1][0].weight.square().sum().backward()  # in no forward of the model: summed locally
     optimizer.step()
@@ -371,11 +373,11 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
         ours, optimizer = sharded(model, adam, mesh=shape, **options)
         data = shares(batches(2, seed=int(is_saved)), rank, world)
         train_steps(ours, optimizer, data)
-        net_loss(ours, data[0]).backward()
+        token_step(ours, data[0])
         if is_saved:
             with pytest.raises(zeroshard.CheckpointError, match="gradients of 1 backwards since the last step"):
                 zeroshard.save(tmp_path / "saved", ours, optimizer)
-            net_loss(ours, data[1]).backward()
+            token_step(ours, data[1])
             optimizer.step()
             zeroshard.save(tmp_path / "saved", ours, optimizer)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import every_stage, pairwise
+from pairs import at_stages, every_stage, pairwise
 from plain import assert_close, full_parameters, masters, scaled, square_loss, take_step
 from ranks import run_processes, run_threads
 from torch import nn
@@ -272,7 +272,7 @@ def test_what_is_in_no_group_is_neither_cleared_nor_clipped(options: dict[str, A
         assert_same_as_plain(loop, world, some, stage=stage, **options)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("zero", [zero_model, zero_optimizer])
 def test_a_gradient_put_there_before_the_first_backward_is_cleared(zero: Any, to_none: bool, stage: int) -> None:
@@ -310,7 +310,7 @@ def test_a_gradient_can_be_read_and_changed(options: dict[str, Any], stage: int)
         assert_same_as_plain(loop, world, stage=stage, **options)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_what_cannot_be_done_to_a_gradient_in_parts_is_refused_by_name(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(2, stage=stage)
@@ -601,7 +601,7 @@ def test_a_gradient_of_a_frozen_parameter_is_refused(stage: int) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("is_grouped", [True, False])
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_zero_grad_clears_a_frozen_parameters_gradient_as_torch_does(
     stage: int, is_grouped: bool, set_to_none: bool
 ) -> None:
@@ -857,7 +857,7 @@ def test_a_gradient_of_another_shape_is_refused(stage: int) -> None:
 
 
 @pytest.mark.guarantee("Gradients that are read and changed")
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.parametrize("seen", [False, True])
 def test_gradients_of_a_forward_that_ran_no_hook_are_those_of_all_ranks(seen: bool, stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
@@ -896,7 +896,7 @@ def test_an_unscaled_autograd_grad_may_come_before_the_scaled_backward(stage: in
 
 @pytest.mark.guarantee("Evaluation with other values")
 @pytest.mark.parametrize("options", [BF16, {**BF16, **HOST}], ids=["device", "host"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 def test_an_evaluation_with_swapped_weights_does_not_round_masters(stage: int, options: dict[str, Any]) -> None:
     def body(rank: int, evaluates: bool) -> dict[str, torch.Tensor]:
         model, optimizer = sharded(2, functools.partial(sgd, lr=1e-3), stage=stage, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage, pairwise
+from pairs import at_stages, every_stage, pairwise
 from plain import assert_same, backwards_in_reverse, backwards_in_turn, net_loss, token_step, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -38,7 +38,7 @@ def test_modules_called_more_than_once_in_a_forward(stage: int, world: int) -> N
     assert_same(built(Repeated), token_step, tokens(3, VOCABULARY), stage=stage, world=world)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_a_module_registered_under_two_names(stage: int) -> None:
     def make() -> nn.Module:
         model = Net()
@@ -109,7 +109,7 @@ class Wrapping(Net):
         return wrap(self.head(unwrap(x)) * self.temperature)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_of_any_shape(shape: str, stage: int) -> None:
     def wrapped_step(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import Step, assert_same, copied, decayed, full_parameters, net_loss, numbers, token_step, tokens
 from ranks import run_processes
 from torch import nn
@@ -51,7 +52,7 @@ class CallsInside(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 @pytest.mark.parametrize("kind", [BorrowsFromAfar, BorrowsFromTheLast, CallsInside])
 def test_parameters_used_outside_their_module(kind: Any, stage: int) -> None:
     assert_same(built(kind), token_step, tokens(3, VOCABULARY), stage=stage, run=run_processes)
@@ -132,7 +133,7 @@ def deep_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return token_step(lambda ids: model(ids)[0][0][0][0][0][0], ids)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
@@ -190,7 +191,7 @@ def gradient_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize(
     ("kind", "step"), [(Continuous, input_gradient), (Continuous, gradient_penalty), (Descends, squared)]
 )
@@ -200,7 +201,7 @@ def test_gradients_within_a_step(kind: Any, step: Step, stage: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@at_stages(0, 2, 3)
 def test_a_backward_that_makes_a_graph(stage: int) -> None:
     """What is reduced is not part of it, in the second step either, and may be written into as ever."""
 
@@ -282,7 +283,7 @@ class RunsAgain(Continuous):
 
 
 @pytest.mark.guarantee("Nested backwards")
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 @pytest.mark.parametrize("kind", [SolvesBackward, HooksInside, ReachesAhead, RunsAgain])
 def test_a_backward_inside_backward(kind: Any, stage: int) -> None:
     assert_same(built(kind), squared, numbers(2, 6, 5, 7), stage=stage, whole=False, run=run_processes)

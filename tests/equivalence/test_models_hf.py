@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import Tensors, assert_same, decayed, masters, numbers, sharded, split, tokens
 from ranks import run_processes, run_threads
 from torch import nn
@@ -100,20 +100,20 @@ def test_tied_weights_stay_one_parameter() -> None:
     assert run_threads(2, body) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_mixture_of_experts_trains_as_plain(stage: int) -> None:
     """Part by part: the router's balancing loss of a batch is not the mean of its parts'."""
     assert_same(mixtral(), language_step, tokens(3, VOCABULARY), stage=stage, whole=False)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_encoder_decoder_with_shared_embeddings_trains_as_plain(stage: int) -> None:
     sources, targets = tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4)
     batches = [{"input_ids": a, "labels": b} for a, b in zip(sources, targets, strict=True)]
     assert_same(t5(), keyword_step, batches, stage=stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_vision_transformer_trains_as_plain(stage: int) -> None:
     images = numbers(2, 6, 3, 8, 8)
     batches = [{"pixel_values": image, "labels": torch.arange(6) % 5} for image in images]
@@ -253,7 +253,7 @@ def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) 
         torch.testing.assert_close(logits, expected)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(stage: int) -> None:
     model = lora()
     trained = sum(round_up(p.numel(), ALIGN_ELEMENTS) for p in model.parameters() if p.requires_grad)

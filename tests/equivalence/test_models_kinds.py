@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
     assert_close,
     assert_same,
@@ -52,7 +52,7 @@ def test_reference_gpt_trains_as_plain(tied: bool, stage: int, world: int) -> No
     assert_same(model, gpt_step, tokens(3, 17), stage=stage, world=world)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@at_stages(2, 3)
 def test_reference_gpt_with_checkpointing_trains_as_plain_in_processes(stage: int) -> None:
     model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=3, heads=2, width=16, checkpoint=True)))
     assert_same(model, gpt_step, tokens(3, 17), stage=stage, run=run_processes)
@@ -164,7 +164,7 @@ def test_hooks_of_parameters_see_and_change_what_they_do_under_ddp(stage: int) -
         torch.testing.assert_close(ours, ddp)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize("kind", [ConvNet, ReplacingBuffer])
 def test_buffers_and_outputs_are_ddps_on_every_rank_in_every_mode(kind: Any, stage: int) -> None:
     model = built(kind)
@@ -239,7 +239,7 @@ class Routed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_experts_that_run_on_some_ranks_only_train_as_plain(stage: int) -> None:
     """Few rows, so that the ranks choose different experts; an expert nobody chose is left alone by the optimizer."""
     model = built(Routed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
+from pairs import at_stages, pairwise
 from plain import (
     Tensors,
     assert_close,
@@ -132,7 +132,7 @@ def test_train_eval_no_grad_and_inference_mode_in_any_order(stage: int, world: i
     assert_same(built(Net), all_modes, tokens(3, VOCABULARY), stage=stage, world=world)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_batch_norm_with_two_forwards_before_one_backward(stage: int) -> None:
     """As a discriminator sees true and false: the second forward's statistics must not spoil the first's graph."""
 
@@ -193,7 +193,7 @@ def test_two_sharded_models_train_against_each_other(stages: tuple[int, int]) ->
         assert_close(parameters, copied(plain), 2e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_a_sharded_teacher_without_optimizer_and_its_student(stage: int) -> None:
     teacher, student = built(Net, seed=3), built(Net)
     data = tokens(3, VOCABULARY)

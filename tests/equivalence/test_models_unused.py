@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
     Tensors,
     adamw,
@@ -126,14 +126,14 @@ class Inside(Net):
         return self.head(x) * self.temperature + self.nothing.sum()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_branches_inside_a_unit_may_differ_from_rank_to_rank(stage: int) -> None:
     run = [[1, 0], [0, 1], [1, 1], [0, 0]]
     batches = branching_batches(run=run, use=run)
     assert_same(built(Inside), branching_step, batches, stage=stage, whole=False, make=adamw)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 def test_branches_around_a_unit_may_differ_from_rank_to_rank_while_parameters_are_whole(stage: int) -> None:
     run = [[1, 0], [0, 1], [1, 1], [0, 0]]
     batches = branching_batches(run=run, use=[[1, 1]] * 4)

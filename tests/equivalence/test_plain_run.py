@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
+    ONE_BATCH,
     Tensors,
     adam,
     assert_close,
@@ -24,6 +25,7 @@ from plain import (
     sharded,
     shares,
     square_steps,
+    token_step,
     train_losses,
     train_steps,
 )
@@ -207,7 +209,7 @@ def test_groups_with_their_own_hyperparameters_equal_the_plain_run(kind: str, wo
 def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """As the simple loop; gradients of parameters in no group are cleared too."""
     for batch in data:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         optimizer.step()
         model.zero_grad()
 
@@ -412,7 +414,7 @@ def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: in
         assert state["exp_avg"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@at_stages(0, 1, 3)
 def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
     def body(rank: int) -> list[float]:
         saved = torch.optim.Adam(copy.deepcopy(net()).parameters(), lr=0.125).state_dict()
@@ -458,7 +460,7 @@ def test_states_of_different_age_stay_apart(kind: str) -> None:
     model = copy.deepcopy(net())
     optimizer = OPTIMIZERS[kind](model.parameters())
     blocks = {id(p) for p in model.get_submodule("blocks").parameters()}
-    net_loss(model, batches(1, seed=7)[0]).backward()
+    token_step(model, batches(1, seed=7)[0])
     for parameter in model.parameters():
         if id(parameter) not in blocks:
             parameter.grad = None
@@ -481,7 +483,7 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
     model = copy.deepcopy(base())
     optimizer = of_all("Adam")(model)
     train_steps(model, optimizer, data[:-1])
-    net_loss(model, data[-1]).backward()
+    token_step(model, data[-1])
     states = {name: optimizer.state[p] for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
 
@@ -490,7 +492,7 @@ def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) 
         model, optimizer = sharded(base(), of_all("Adam"), stage=stage, bucket_size=100)
         assert all(zeroshard.full_gradient(model, name) is None for name in gradients)
         train_steps(model, optimizer, parts[:-1])
-        net_loss(model, parts[-1]).backward()
+        token_step(model, parts[-1])
         assert_close({name: zeroshard.full_gradient(model, name) for name in gradients}, gradients)
         for name, state in states.items():
             ours = zeroshard.full_state(optimizer, name)
@@ -507,7 +509,7 @@ def test_gradients_that_happen_to_be_neighbours_in_memory_are_not_taken_for_one_
 
     def train(move: bool) -> Tensors:
         model, optimizer = sharded(net(), momentum, precision="bf16", reduce_dtype="fp32")
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         zeroshard.full_gradient(model, "head.weight")  # all gradients are reduced
         gradients = model._zeroshard.engine.gradients.flat_grads.values()
         memory, offset = bytearray(sum(gradient.shard.nbytes for gradient in gradients)), 0

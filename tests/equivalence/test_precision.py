@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage, pairwise
+from pairs import at_stages, every_stage, pairwise
 from plain import (
+    ONE_BATCH,
     Tensors,
     adam,
     assert_close,
@@ -24,6 +25,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_step,
     train_steps,
 )
@@ -103,7 +105,7 @@ def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: 
     reference = Reference(net(), OPTIMIZERS[kind], torch.bfloat16)
     model, optimizer = sharded(net(), OPTIMIZERS[kind], precision="bf16")
     for batch in batches(STEPS):
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         gradients = [gradient.float() for gradient in reference.gradients(batch)]
         if max_norm is not None:
             norm = optimizer.clip_grad_norm_(max_norm)
@@ -159,9 +161,9 @@ def test_several_backwards_sum_in_the_reduce_dtype(silent: bool, reduce_dtype: s
         for part in batch.chunk(4):
             if silent:
                 with zeroshard.no_sync(model):
-                    net_loss(model, part).backward()
+                    token_step(model, part)
             else:
-                net_loss(model, part).backward()
+                token_step(model, part)
             for sum_, gradient in zip(total, reference.gradients(part), strict=True):
                 sum_ += gradient
         optimizer.step()
@@ -310,7 +312,7 @@ def is_norm(name: str) -> bool:
 def test_what_is_kept_in_fp32_is_and_the_rest_is_not(stage: int, keep: Any, kept: Callable[[str], bool]) -> None:
     def body(rank: int) -> dict[str, torch.dtype]:
         model, optimizer = sharded(net(), adamw, stage=stage, precision="bf16", keep_fp32=keep)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         optimizer.step()
         return dtypes(model)
 
@@ -632,7 +634,7 @@ def test_the_scale_doubles_after_a_streak_without_overflow(stage: int, monkeypat
         model, optimizer = sharded(net(), adamw, stage=stage, precision="fp16", loss_scale=64.0)
         scales = []
         for number in range(8):
-            loss = optimizer.scale(net_loss(model, split(batches(1)[0], rank, 2)))
+            loss = optimizer.scale(net_loss(model, split(ONE_BATCH, rank, 2)))
             take_step(optimizer, loss * 1e30 if number == 4 and rank == 0 else loss)
             scales.append(optimizer.loss_scale.item())
         return scales
@@ -657,12 +659,12 @@ def test_without_fp16_nothing_is_scaled(precision: str | None) -> None:
 @every_stage
 def test_under_fp16_the_norm_and_the_gradients_read_are_unscaled(stage: int) -> None:
     plain = copy.deepcopy(net())
-    net_loss(plain, batches(1)[0]).backward()
+    token_step(plain, ONE_BATCH)
     wanted = {name: p.grad for name, p in plain.named_parameters()}
 
     def body(rank: int) -> None:
         model, optimizer = sharded(net(), adamw, stage=stage, precision="fp16", loss_scale=512.0)
-        optimizer.scale(net_loss(model, split(batches(1)[0], rank, 2))).backward()
+        optimizer.scale(net_loss(model, split(ONE_BATCH, rank, 2))).backward()
         norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
         assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(norm.item(), rel=1e-2)
         read = {name: zeroshard.full_gradient(model, name).float() for name in wanted}
@@ -671,7 +673,7 @@ def test_under_fp16_the_norm_and_the_gradients_read_are_unscaled(stage: int) -> 
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@at_stages(1, 2)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_scaled_loss_of_parameters_alone_is_added_as_it_is(stage: int, order: str) -> None:
     """Its backward passes no module, so no hook of the model tells of it."""

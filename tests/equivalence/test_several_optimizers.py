@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import Tensors, masters, sharded
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
@@ -63,7 +64,7 @@ def test_operations_in_any_order_give_the_plain_numbers(stage: int, seed: int) -
     assert_same_as_plain("adam_and_sgd", operations, 2, stage=stage, units=UNITS, **options)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_offloaded_states_are_updated_per_optimizer(stage: int) -> None:
     assert_same_as_plain("adam_and_sgd", gan_loop(4), 2, stage=stage, offload="host", units=UNITS)
     assert_same_as_plain("mixed_units", rare_loop(6), 2, stage=stage, offload={"optimizer": ("host", 0.5)})
@@ -73,7 +74,7 @@ def rank_trace(rank: int, make: str, operations: list[Any], options: dict[str, A
     return run(ShardedSide(model_of_seed(), make, 2, rank, options), operations)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_processes_give_the_plain_numbers(stage: int) -> None:
     operations = [*gan_loop(3, clips=True), *rare_loop(3)]
     plain = run(PlainSide(model_of_seed(), "adam_and_sgd", 2), operations)
@@ -140,7 +141,7 @@ class Steep(nn.Module):
         return self.flat(x).float().mean() * slopes[0] + self.steep(x).float().mean() * slopes[1]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_one_loss_scale_is_shared_as_with_torchs_scaler(stage: int) -> None:
     """Each optimizer skips its own overflow; the scale is halved once for both, as by scaler.update()."""
     model = built(Steep)
@@ -237,7 +238,7 @@ def test_a_save_warns_of_gradients_that_an_optimizer_still_accumulates(tmp_path:
         zeroshard.save(tmp_path / "early", model, optimizers)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_memory_and_traffic_are_reported_for_all_and_freed_with_the_last(stage: int) -> None:
     def body(rank: int, together: bool) -> tuple[Any, ...]:
         model: Any = model_of_seed()
@@ -325,7 +326,7 @@ def test_parameters_added_later_belong_to_their_optimizer(stage: int) -> None:
     assert_same_trace(run(plain, operations), run_threads(2, body))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_ranks_that_step_or_clear_different_optimizers_are_told(stage: int) -> None:
     def body(rank: int, name: str) -> None:
         side = ShardedSide(model_of_seed(), "adam_and_sgd", 2, rank, {"stage": stage})

@@ -31,6 +31,7 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from pairs import at_stages
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from lockstep import EDITS, LOOKS, OPTIMIZERS, Counterexample, Lockstep, Options, names_of
@@ -376,7 +377,7 @@ SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
 
 @pytest.mark.guarantee("Random calls")
 @pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
     for world in (1, 2):
         options = Options(stage=stage, world=world, held_out=True, hook="gathered")

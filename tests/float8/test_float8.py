@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import (
     Tensors,
     assert_close,
     assert_equal,
     full_parameters,
     mesh_of,
-    net_loss,
     run_stages,
     sharded,
     shares,
     split,
+    token_step,
     train_steps,
 )
 from ranks import run_threads
@@ -225,9 +226,9 @@ def accumulate(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> No
         for number, part in enumerate(batch.chunk(2)):
             if number == 0:
                 with zeroshard.no_sync(model):
-                    net_loss(model, part).backward()
+                    token_step(model, part)
             else:
-                net_loss(model, part).backward()
+                token_step(model, part)
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -280,7 +281,7 @@ def recompute(rank: int, stage: int, when: str, blocks: Any) -> Tensors:
 
 
 @pytest.mark.parametrize("blocks", [[Block], ["blocks.*.up"]], ids=["blocks", "layers"])
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_recomputation_changes_no_number(stage: int, blocks: Any) -> None:
     plain, *recomputed = (
         run_threads(2, partial(recompute, stage=stage, when=when, blocks=blocks))[0]

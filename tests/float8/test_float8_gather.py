@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_equal, full_parameters, net_loss, sharded, split, take_step, train_losses, train_steps
+from plain import (
+    assert_equal,
+    full_parameters,
+    net_loss,
+    sharded,
+    split,
+    take_step,
+    token_step,
+    train_losses,
+    train_steps,
+)
 from ranks import RanksFailed, run_threads, seeded
 from test_float8 import FP8, adamw, batches, make_net
 from torch import nn
@@ -61,7 +71,7 @@ def gathered_values(rank: int, world: int, **options: Any) -> None:
 
         layers = [sharded.get_submodule(name.removesuffix(".weight")) for name in LAYERS]
         hooks = [layer.register_forward_pre_hook(compare) for layer in layers]
-        net_loss(sharded, split(batch, rank, world)).backward()
+        token_step(sharded, split(batch, rank, world))
         assert seen == len(LAYERS)
         for hook in hooks:
             hook.remove()
@@ -122,7 +132,7 @@ def test_one_all_reduce_per_step_computes_all_scales(monkeypatch: pytest.MonkeyP
         sharded, optimizer = zeroshard.shard(model, adamw(model), stage=3, **FP8)
         for batch in batches(3):
             for part in batch.chunk(2):
-                net_loss(sharded, part).backward()
+                token_step(sharded, part)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+def at_stages(*stages: int) -> Any:
+    """Run a test at each of these stages."""
+    return pytest.mark.parametrize("stage", stages)
+
+
+every_stage = at_stages(0, 1, 2, 3)
 
 
 def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:

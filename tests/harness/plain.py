@@ -41,6 +41,9 @@ def batches(steps: int, rows: int = 12, length: int = 5, vocabulary: int = 11, s
     return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(steps)]
 
 
+ONE_BATCH = batches(1)[0]
+
+
 def tokens(steps: int, vocabulary: int, rows: int = 6, length: int = 5) -> list[torch.Tensor]:
     """Return global batches of tokens of any vocabulary; 6 rows can be split over 2 and 3 ranks."""
     return batches(steps, rows, length, vocabulary)
@@ -178,9 +181,11 @@ def clip(model: nn.Module, optimizer: Any, max_norm: float) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def take_step(optimizer: Any, loss: torch.Tensor) -> float:
-    """Run backward, update and clear the gradients; return the loss."""
+def take_step(optimizer: Any, loss: torch.Tensor, max_norm: float | None = None) -> float:
+    """Run backward, clip if there is a limit, update and clear the gradients; return the loss."""
     loss.backward()
+    if max_norm is not None:
+        optimizer.clip_grad_norm_(max_norm)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()

@@ -24,7 +24,7 @@ from accelerate.utils import (
 )
 from accelerate_state import as_launched, forget
 from hugging_face import llama
-from plain import Tensors, mesh_of
+from plain import Tensors, mesh_of, sgd
 from ranks import run_processes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,7 +167,7 @@ def lora(zero: dict[str, Any] | None) -> dict[str, Any]:
 def held_in_no_sync() -> int:
     """Return the bytes of gradients that a rank holds after a backward in `no_sync`, in stage 3."""
     accelerator, model = make({"stage": 3}), nn.Linear(128, 128, bias=False)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.prepare(model, sgd(model))
     with accelerator.no_sync(model):
         accelerator.backward(model(torch.ones(2, 128)).sum())
     return sum(held.now for (kind, _), held in zeroshard.report(model).memory.items() if kind == "gradients")
@@ -365,9 +365,9 @@ def test_fp16_skips_the_steps_and_schedules_that_overflow() -> None:
 def test_an_optimizer_may_be_prepared_after_its_model_without_loss_of_precision() -> None:
     together, apart = net(), net()
     accelerator = make({"stage": 3}, mixed_precision="bf16")
-    accelerator.prepare(together, torch.optim.SGD(together.parameters(), lr=0.1))
+    accelerator.prepare(together, sgd(together))
     accelerator.prepare(apart)
-    optimizer = accelerator.prepare(torch.optim.SGD(apart.parameters(), lr=0.1))
+    optimizer = accelerator.prepare(sgd(apart))
     assert isinstance(optimizer, ZeroOptimizer)
     assert_close(accelerator.get_state_dict(apart), accelerator.get_state_dict(together), 0)
     assert_close(accelerator.get_state_dict(apart), dict(net().state_dict()), 0)  # not rounded to bf16
@@ -379,7 +379,7 @@ def test_one_process_builds_a_model_of_the_meta_device() -> None:
     accelerator = make({"stage": 3})
     with torch.device("meta"):
         model: nn.Module = nn.Linear(16, 4)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.backward(model(torch.ones(2, 16)).sum())
     optimizer.step()
     assert accelerator.get_state_dict(model)["weight"].isfinite().all()
@@ -390,7 +390,7 @@ def test_a_model_without_an_optimizer_has_no_local_steps() -> None:
     accelerator: Any = make({"stage": 0, "local_steps": 4, "outer_optimizer": outer})
     model = accelerator.prepare(net())
     assert model(torch.ones(2, 16)).shape == (2, 4)
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = accelerator.prepare(sgd(model))
     assert optimizer.optimizer.local_steps is not None
 
 
@@ -400,7 +400,7 @@ def prepare_teacher(rank: int) -> tuple[int, ...]:
         options = {"local_steps": 2, "reduce_wire": "int8", "error_feedback": True}
         accelerator: Any = make({"stage": 3, "mesh": mesh, **options})
         student, teacher = net(1), net(2)
-        *_, teacher = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), teacher)
+        *_, teacher = accelerator.prepare(student, sgd(student), teacher)
         return tuple(teacher(torch.ones(2, 16)).shape)
 
 
@@ -412,7 +412,7 @@ def test_a_model_without_an_optimizer_beside_replicas_that_reduce_in_8_bits() ->
 def test_a_model_without_an_optimizer_is_sharded_and_an_unprepared_optimizer_cannot_step_it() -> None:
     accelerator = make({"stage": 3})
     model = accelerator.prepare(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     accelerator.backward(model(torch.ones(2, 16)).sum())
     with pytest.raises(RuntimeError, match=r"given .* of a sharded model"):
         optimizer.step()
@@ -420,7 +420,7 @@ def test_a_model_without_an_optimizer_is_sharded_and_an_unprepared_optimizer_can
 
 def test_a_model_gets_another_optimizer_after_free_memory() -> None:
     accelerator, model = make({"stage": 3}), net()
-    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    first, second = (sgd(model) for _ in range(2))
     model, optimizer = accelerator.prepare(model, first)
     accelerator.backward(model(torch.ones(2, 16)).sum())
     optimizer.step()
@@ -465,7 +465,7 @@ def test_hooks_save_and_load_what_they_take_and_options_pass_through(tmp_path: P
 
 def test_an_ema_is_saved_with_its_own_model(tmp_path: Path) -> None:
     accelerator, teacher, model = make({"stage": 3}), net(seed=2), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     teacher, model, optimizer = accelerator.prepare(teacher, model, optimizer)
     ema = zeroshard.EMA(model, decay=0.5)
 
@@ -523,7 +523,7 @@ def test_what_cannot_be_right_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 def test_two_models_that_share_a_module_are_refused_before_one_is_sharded() -> None:
     accelerator, shared = ZeroAccelerator(), nn.Linear(2, 2)
     first, second = nn.Sequential(shared, nn.Linear(2, 1)), nn.Sequential(nn.ReLU(), shared)
-    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    optimizer = sgd(first)
     with pytest.raises(ValueError, match=r"'0\.weight' of Sequential is also '1\.weight' .* one nn\.ModuleList"):
         accelerator.prepare(first, second, optimizer)
     assert not zeroshard.is_sharded(first)
@@ -536,7 +536,7 @@ def test_mixed_precision_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator, model = ZeroAccelerator(), net()
     assert accelerator.zero == {"precision": "bf16"}
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, sgd(model))
     assert model(torch.ones(2, 16)).dtype == torch.float32
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     assert model(torch.ones(2, 16)).dtype == torch.bfloat16
@@ -544,7 +544,7 @@ def test_mixed_precision_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
 
 def test_without_autocast_the_model_computes_in_fp32_as_with_ddp() -> None:
     accelerator, model = make({}, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]), net()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, sgd(model))
     assert_close(model(torch.full((2, 16), 0.1)), net()(torch.full((2, 16), 0.1)), 1e-7)
 
 
@@ -562,7 +562,7 @@ def test_zero_may_be_a_config_whose_precision_is_compared_too() -> None:
 def test_an_accelerator_of_another_library_is_adopted() -> None:
     accelerator, model = Accelerator(), net()
     assert ZeroAccelerator.adopt(accelerator, {"stage": 2}) is accelerator
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(model, sgd(model))
     assert zeroshard.is_sharded(model) and isinstance(optimizer, ZeroOptimizer)
     with pytest.raises(ValueError, match="has prepared a model"):
         ZeroAccelerator.adopt(accelerator)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from live import allocated_bytes
 from pairs import every_stage
-from plain import Tensors, assert_equal, batches, masters, net_loss, split, whole_states
+from plain import ONE_BATCH, Tensors, assert_equal, batches, masters, net_loss, split, token_step, whole_states
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -339,7 +339,7 @@ def test_states_travel_between_sizes_of_buckets(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         def go_on(model: nn.Module, optimizer: Any) -> Tensors:
             for batch in batches(2):
-                net_loss(model, split(batch, rank, 2)).backward()
+                token_step(model, split(batch, rank, 2))
                 optimizer.step()
                 optimizer.zero_grad()
             return masters(model)
@@ -589,7 +589,7 @@ def on_a_gpu(rank: int, precision: str, whole: bool) -> Tensors:
     model, optimizer = zeroshard.shard(model, inner, **options)
     if whole:
         in_one_call(inner)
-    data = batches(1)[0].cuda()
+    data = ONE_BATCH.cuda()
     for number in range(4):
         torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
         optimizer.scale(net_loss(model, data)).backward()

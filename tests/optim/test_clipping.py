@@ -11,6 +11,7 @@ import pytest
 import torch
 from pairs import every_stage
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_close,
     assert_same_training,
@@ -22,6 +23,7 @@ from plain import (
     sgd,
     sharded,
     split,
+    token_step,
 )
 from ranks import run_processes, run_threads
 from torch import nn
@@ -44,7 +46,7 @@ def net() -> nn.Module:
 @functools.cache
 def plain_gradients() -> Tensors:
     model = copy.deepcopy(net())
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -64,7 +66,7 @@ def after_backward(
 ) -> tuple[nn.Module, Any]:
     """A sharded pair that has the plain gradients."""
     model, optimizer = sharded(net(), make_optimizer, mesh=mesh_shape, **options)
-    optimizer.scale(net_loss(model, split(batches(1)[0], rank, world))).backward()
+    optimizer.scale(net_loss(model, split(ONE_BATCH, rank, world))).backward()
     return model, optimizer
 
 
@@ -95,7 +97,7 @@ def test_clipped_training_equals_the_plain_run(place: str, max_norm: float, norm
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
         for batch in data:
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             if isinstance(optimizer, zeroshard.ShardedOptimizer):
                 optimizer.clip_grad_norm_(max_norm, norm_type)
             else:
@@ -155,7 +157,7 @@ def test_nothing_is_clipped_unless_asked(stage: int) -> None:
 
     def body(rank: int) -> Tensors:
         model, optimizer = sharded(net(), partial(sgd, lr=1e-06), stage=stage)
-        (1e6 * net_loss(model, split(batches(1)[0], rank, 2))).backward()
+        (1e6 * net_loss(model, split(ONE_BATCH, rank, 2))).backward()
         optimizer.step()
         return full_parameters(model)
 
@@ -273,7 +275,7 @@ def test_without_gradients_the_norm_is_zero(norm_type: float, stage: int) -> Non
 def test_a_norm_that_is_not_finite_can_be_an_error_on_all_ranks(stage: int) -> None:
     def body(rank: int) -> float:
         model, optimizer = sharded(net(), momentum, stage=stage)
-        loss = net_loss(model, split(batches(1)[0], rank, 2))
+        loss = net_loss(model, split(ONE_BATCH, rank, 2))
         (loss * (math.nan if rank == 1 else 1)).backward()
         with pytest.raises(RuntimeError, match=r"gradient norm is nan: the gradients were not clipped"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -357,7 +359,7 @@ def test_torchs_own_clipping_is_right_or_says_what_is(
 ) -> None:
     def body(rank: int) -> Any:
         model, optimizer = after_backward(rank, world, mesh_shape, stage=stage)
-        moment(model, optimizer, split(batches(1)[0], rank, world))
+        moment(model, optimizer, split(ONE_BATCH, rank, world))
         try:
             norm = clip_with_torch(model, 0.05, norm_type)
         except RuntimeError as error:
@@ -367,7 +369,7 @@ def test_torchs_own_clipping_is_right_or_says_what_is(
         return norm.item(), full_parameters(model)
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-        net_loss(model, data[0]).backward()
+        token_step(model, data[0])
         clip_with_torch(model, 0.05, norm_type)
         optimizer.step()
 

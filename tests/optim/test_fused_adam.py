@@ -19,8 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from one_pass import TorchKernel, in_one_pass
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
+    ONE_BATCH,
     Tensors,
     assert_equal,
     batches,
@@ -30,6 +31,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_steps,
     whole_states,
 )
@@ -141,7 +143,7 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
     def body(rank: int) -> tuple[int, float]:
         options = {"stage": stage, "precision": "bf16", "bucket_size": 200, "cast_on_gather": False}
         model, optimizer = sharded(NET, fused, **options)
-        net_loss(model, split(batches(1)[0], rank, 2)).backward()
+        token_step(model, split(ONE_BATCH, rank, 2))
         copied: list[int] = []
         optimizer._engine.state_guard.copy_masters = lambda flats, device_only: copied.extend(flats)
         optimizer.step()
@@ -286,7 +288,7 @@ def test_who_wants_to_see_the_call_sees_it(change: Callable[[Any], Any]) -> None
         inner = fused(model)
         model, optimizer = zeroshard.shard(model, inner, precision="bf16")
         change(inner)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         optimizer.step()
     assert not kernels[0].runs
 
@@ -298,7 +300,7 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
         model, optimizer = sharded(NET, fused, precision="bf16")
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner if on_inner else optimizer, 0.5)
         for batch in batches(3):
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
@@ -311,7 +313,7 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
 # ---------------------------------------------------------------------------------------------- states, and where
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path: Path) -> None:
     def body(rank: int, load: Path | None, save: Path) -> Tensors:
         model, optimizer = sharded(NET, fused, stage=stage, precision="bf16", bucket_size=200)
@@ -335,7 +337,7 @@ def test_what_is_noted_holds_until_something_moves() -> None:
         model, optimizer = sharded(NET, fused, **options)
 
         def step() -> int:
-            net_loss(model, batches(1)[0]).backward()
+            token_step(model, ONE_BATCH)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
             return len(kernels[0].laid)
@@ -363,13 +365,13 @@ def test_states_of_another_optimizer_are_not_touched() -> None:
     with in_one_pass() as kernels:
         plain = copy.deepcopy(NET)
         other = fused(plain, amsgrad=True)
-        net_loss(plain, batches(1)[0]).backward()
+        token_step(plain, ONE_BATCH)
         other.step()
         model, optimizer = sharded(NET, fused, precision="bf16")
         loaded = other.state_dict()
         loaded["param_groups"][0]["amsgrad"] = False
         optimizer.load_state_dict(loaded)
-        net_loss(model, batches(1)[0]).backward()
+        token_step(model, ONE_BATCH)
         optimizer.step()
     assert not kernels[0].runs
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, train
-from plain import batches, net_loss
+from plain import ONE_BATCH, token_step
 
 from zeroshard.optim.cpu import build, kernels
 from zeroshard.optim.cpu.apply import ChunkUpdater, UpdateSpec
@@ -228,7 +228,7 @@ class Record:
 def stepped(offload: dict[str, Any]) -> Any:
     """One step whose updates all are there before the first begins; what came of it."""
     model, optimizer = Case(net="wide", options={"stage": 2}).make(offload)
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     gate = threading.Event()
     optimizer._cpu_updates._worker.submit(UpdateJob((-1, 0), [], lambda: gate.wait(10)))
     optimizer.step()
@@ -270,7 +270,7 @@ def test_running_kernels_are_finished_if_the_next_cannot_start(
     case = Case(groups=True, options={"stage": 2})
     model, optimizer = case.make({"optimizer": "host", "speculate": False})
     assert any(len(chunk.slices) > 1 for chunk in optimizer._cpu_updates._chunk_by_segment.values())
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
     optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
         optimizer.step()

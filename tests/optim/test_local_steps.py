@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, Outer, PlainReplicas, Values
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import (
+    ONE_BATCH,
     adamw_in_groups,
     assert_close,
     batches,
@@ -24,6 +25,7 @@ from plain import (
     sharded,
     split,
     take_step,
+    token_step,
     train_step,
 )
 from ranks import RanksFailed, run_processes, run_threads, seeded
@@ -59,9 +61,9 @@ def train(
         for number, part in enumerate(parts):
             if no_sync and number < len(parts) - 1:
                 with zeroshard.no_sync(model):
-                    net_loss(model, part).backward()
+                    token_step(model, part)
             else:
-                net_loss(model, part).backward()
+                token_step(model, part)
         if max_norm is not None:
             norms.append(optimizer.clip_grad_norm_(max_norm).item())
         optimizer.step()
@@ -102,7 +104,7 @@ def train_in_process(rank: int, model: nn.Module, data: list[torch.Tensor], stag
 
 
 @ignore
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@at_stages(0, 2, 3)
 def test_gloo_processes_give_the_numbers_of_a_plain_loop(stage: int) -> None:
     model, data = make_net(), batches(7)
     plain = PlainReplicas(model, adamw_in_groups, 2, 3, DILOCO)
@@ -187,7 +189,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @ignore
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_whole_parameters_are_averaged(stage: int) -> None:
     model, data = make_net(), batches(5)
     plain = PlainReplicas(model, muon, 2, 2)
@@ -384,10 +386,7 @@ def test_replicas_exchange_nothing_between_averages() -> None:
         axis, sent = model._zeroshard.engine.comm.average_axis, 0
         assert axis.size == 2 and not model._zeroshard.engine.comm.replicate_axes
         for batch in batches(3):
-            net_loss(model, split(batch, rank, 4)).backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, net_loss(model, split(batch, rank, 4)), 1.0)
         for each in model._zeroshard.engine.comm.counters.total:
             sent += each == "replica average"
         return {"averages": sent}
@@ -485,7 +484,7 @@ def test_several_optimizers_count_their_own_steps() -> None:
         both = [torch.optim.SGD(heads, lr=0.1), torch.optim.Adam(rest, lr=0.01)]
         model, (first, second) = zeroshard.shard(model, both, mesh=mesh_of((2, 2)), local_steps=2)
         for number, batch in enumerate(batches(3)):
-            net_loss(model, split(batch, rank, 4)).backward()
+            token_step(model, split(batch, rank, 4))
             first.step()
             if number:
                 second.step()
@@ -515,7 +514,7 @@ def test_parameters_that_are_stored_together_cannot_be_added_to_two_optimizers(s
             second.add_param_group({"params": [other.up.weight, block.up.bias]})
         first.add_param_group({"params": [block.up.bias]})
         second.add_param_group({"params": [other.up.weight]})
-        net_loss(model, split(batches(1)[0], rank, 2)).backward()
+        token_step(model, split(ONE_BATCH, rank, 2))
         first.step()
         second.step()
         zeroshard.average_replicas(model)
@@ -530,7 +529,7 @@ def test_parameters_that_are_stored_together_cannot_be_added_to_two_optimizers(s
 def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2, 2), local_steps=8)
-        train_step(model, optimizer, split(batches(1)[0], rank, 4))
+        train_step(model, optimizer, split(ONE_BATCH, rank, 4))
         for call in (lambda: zeroshard.unwrap(model), lambda: zeroshard.gathered(model, write_rank=0).__enter__()):
             with pytest.raises(RuntimeError, match=r"1 steps alone .* call zeroshard.average_replicas"):
                 call()
@@ -551,7 +550,7 @@ def test_writing_between_averages_raises_until_replicas_are_averaged() -> None:
 def test_a_read_between_averages_warns(read: Callable[[nn.Module], Any]) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(make_net(), adamw_in_groups, mesh=(2,), stage=0, local_steps=8)
-        net_loss(model, split(batches(1)[0], rank, 2)).backward()
+        token_step(model, split(ONE_BATCH, rank, 2))
         optimizer.step()
         read(model)
 
@@ -629,7 +628,7 @@ def test_replicas_with_different_learning_rates_are_found() -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.1 if rank == 0 else 0.2)
         model, optimizer = zeroshard.shard(model, sgd, stage=0, local_steps=2)
         for _ in range(2):
-            net_loss(model, split(batches(1)[0], rank, 2)).backward()
+            token_step(model, split(ONE_BATCH, rank, 2))
             optimizer.step()
 
     with pytest.raises(RanksFailed, match="the hyper-parameters of the optimizer differ between ranks"):
@@ -667,7 +666,7 @@ def test_a_plan_leaves_the_replicas_as_they_are() -> None:
 def average_alone(rank: int) -> None:
     model, optimizer = sharded(make_net(), adamw_in_groups, stage=0, local_steps=2)
     for number in range(2):
-        net_loss(model, split(batches(1)[0], rank, 2)).backward()
+        token_step(model, split(ONE_BATCH, rank, 2))
         optimizer.step()
         if rank == 1 and number == 0:
             zeroshard.average_replicas(model)
@@ -692,7 +691,7 @@ def test_states_on_disk_are_averaged(tmp_path: Any) -> None:
 
 
 @ignore
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@at_stages(0, 2, 3)
 def test_states_moved_to_the_host_and_back_go_on(stage: int) -> None:
     def body(rank: int, moves: bool) -> Values:
         options: dict[str, Any] = {"stage": stage, "local_steps": 2, "outer_optimizer": DILOCO}
@@ -712,7 +711,7 @@ def test_states_moved_to_the_host_and_back_go_on(stage: int) -> None:
 
 
 @ignore
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_replicas_of_a_tensor_parallel_model(stage: int, tmp_path: Any) -> None:
     config = GPTConfig(vocab_size=32, layers=2, heads=2, width=16, context=8)
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from live import live_beyond, live_bytes_at_start
 from offloaded import OPTIMIZERS, Case, assert_same, everything, loop, train
-from plain import adamw, batches, momentum, net_loss, sharded, take_step, train_steps
+from pairs import at_stages
+from plain import ONE_BATCH, adamw, batches, momentum, net_loss, sharded, take_step, token_step, train_steps
 from torch import nn
 from zoo import make_net
 
@@ -184,7 +185,7 @@ def test_chunks_on_disk_may_be_updated_in_any_order(seed: int) -> None:
 def test_a_model_without_optimizer_may_keep_its_parameters_anywhere() -> None:
     plain = make_net()
     model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3, offload={"parameters": "disk", "directory": THERE})
-    (batch,) = batches(1)
+    batch = ONE_BATCH
     with torch.no_grad():
         assert torch.equal(model(batch), plain(batch))
 
@@ -397,7 +398,7 @@ def test_nothing_is_left_when_model_and_optimizer_go(way: str, monkeypatch: pyte
         if way == "at rest":
             zeroshard.full_parameter(model, "head.weight")
         elif way == "ahead":
-            net_loss(model, batches(1)[0]).backward()
+            token_step(model, ONE_BATCH)
         elif way == "failed":
             monkeypatch.setattr(OffloadFile, "transfer", broken)
             with pytest.raises(RuntimeError):
@@ -455,10 +456,10 @@ def refused(choice: Any, kind: type[Exception], words: str, stage: int = 3) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(kind, match=words):
         zeroshard.shard(model, optimizer, stage=stage, offload=choice)
-    (batch,) = batches(1)
+    batch = ONE_BATCH
     assert torch.equal(model(batch), before(batch)), "the model was harmed"
     assert all(type(p) is nn.Parameter and not hasattr(p, "_zeroshard") for p in model.parameters())
-    net_loss(model, batch).backward()
+    token_step(model, batch)
     optimizer.step()  # and trains
 
 
@@ -470,7 +471,7 @@ def test_a_missing_directory_is_refused_before_the_model_is_touched(tmp_path: Pa
     refused({"optimizer": "disk", "directory": tmp_path / "gone"}, DiskError, "gone is not a directory: create it")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 def test_parameters_go_in_stage_three_alone(stage: int) -> None:
     refused({"parameters": "host"}, ValueError, f"stage {stage} keeps full parameters.*: use stage=3", stage)
 
@@ -512,7 +513,7 @@ def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
     monkeypatch.setattr(OffloadFile, "transfer", whole)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Input/output error.*invalid now: load a checkpoint"):
-            model(batches(1)[0])
+            model(ONE_BATCH)
     for use in (
         lambda: zeroshard.save(tmp_path / "spoilt", model, sharded),
         lambda: zeroshard.full_parameter(model, "head.weight"),
@@ -527,7 +528,7 @@ def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
 
 def test_a_failure_on_the_thread_of_updates_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = Case(options={"stage": 2}).make({"optimizer": "host", "speculate": False})
-    net_loss(model, batches(1)[0]).backward()
+    token_step(model, ONE_BATCH)
 
     def raising(self: ChunkUpdater, *arguments: Any) -> None:
         raise MemoryError("no room")
@@ -537,7 +538,7 @@ def test_a_failure_on_the_thread_of_updates_is_raised_by_the_next_step(monkeypat
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
-        model(batches(1)[0])
+        model(ONE_BATCH)
 
 
 def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, net_loss
+from plain import batches, net_loss, token_step
 
 import zeroshard
 from zeroshard.optim.cpu.apply import ChunkUpdater
@@ -79,7 +79,7 @@ def test_what_comes_after_a_step_does_not_reach_into_it(then, offload: Any, late
         if then is slower:
             optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
         for batch in batches(2):
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             optimizer.step()
             then(model, optimizer, batch)
         return everything(model, optimizer)

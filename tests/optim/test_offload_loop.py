@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, net_loss, of, sharded, take_step
+from plain import batches, net_loss, of, sharded, take_step, token_step
 from zoo import make_net
 
 import zeroshard
@@ -95,7 +95,7 @@ def test_a_loop_of_several_backwards_is_ahead_in_the_last_alone(exchanges) -> No
         begun = []
         for batch in batches(5):
             for _ in range(3):
-                net_loss(model, batch).backward()
+                token_step(model, batch)
                 begun.append(let_ahead_finish(optimizer))
             optimizer.step()
             optimizer.zero_grad()
@@ -173,13 +173,13 @@ def end(optimizer: Any) -> None:
 
 
 def second_backward(model, optimizer, batch) -> None:
-    net_loss(model, batch.flip(0)).backward()
+    token_step(model, batch.flip(0))
     end(optimizer)
 
 
 def second_backward_alone(model, optimizer, batch) -> None:
     with zeroshard.no_sync(model):
-        net_loss(model, batch.flip(0)).backward()
+        token_step(model, batch.flip(0))
     end(optimizer)
 
 
@@ -207,7 +207,7 @@ def clipped_in_two_steps(model, optimizer, batch) -> float:
 def clipped_and_accumulated(model, optimizer, batch) -> float:
     optimizer.clip_grad_norm_(1e-3)
     optimizer.step()  # no zero_grad: the clipped gradient is added to
-    net_loss(model, batch.flip(0)).backward()
+    token_step(model, batch.flip(0))
     norm = optimizer.clip_grad_norm_(1e9)
     end(optimizer)
     return norm.item()
@@ -345,9 +345,9 @@ def saved_and_loaded(model, optimizer, batch) -> None:
     end(optimizer)
     with tempfile.TemporaryDirectory() as directory:
         path = zeroshard.save(Path(directory) / "there", model, optimizer).path
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         end(optimizer)
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         let_ahead_finish(optimizer)
         zeroshard.load(path, model, optimizer)  # back by a step
         end(optimizer)
@@ -357,9 +357,9 @@ def loaded_weights(model, optimizer, batch) -> None:
     end(optimizer)
     with tempfile.TemporaryDirectory() as directory:
         path = zeroshard.save(Path(directory) / "there", model).path
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         end(optimizer)
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         let_ahead_finish(optimizer)
         zeroshard.load(path, model)
         end(optimizer)
@@ -464,7 +464,7 @@ def test_states_are_made_by_the_step_and_not_ahead_of_it() -> None:
         for number, batch in enumerate(batches(5)):
             if number == 3:
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-            net_loss(model, batch).backward()
+            token_step(model, batch)
             let_ahead_finish(optimizer)
             held.append(sorted(zeroshard.full_state(optimizer, "head.bias")))
             optimizer.step()

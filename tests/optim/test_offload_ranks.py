@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, loop, train
-from pairs import every_stage
-from plain import batches, take_step
+from pairs import at_stages, every_stage
+from plain import ONE_BATCH, take_step
 from ranks import RanksFailed, run_processes, run_threads
 from zoo import Block, built, make_net
 
@@ -160,12 +160,12 @@ def refused(rank: int, choices: list[Any], stage: int) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises((ValueError, DiskError, RanksDisagreeError)) as caught:
         zeroshard.shard(model, optimizer, stage=stage, offload=choices[rank % len(choices)], timeout=10)
-    (batch,) = batches(1)
+    batch = ONE_BATCH
     assert torch.equal(model(batch), before(batch)), "the model was harmed"
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@at_stages(0, 1)
 def test_gradients_that_are_summed_whole_stay(stage: int) -> None:
     for said in run_threads(2, refused, [{"gradients": "host"}], stage):
         assert f"stage {stage} keeps full gradients on every rank: use stage=2 or 3 to offload them" in said
@@ -232,7 +232,7 @@ def test_where_parameters_cannot_be_read_no_process_is_left_waiting() -> None:
     assert "rank 0 failed: the read of" in accounts[1]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_processes(2, lose_the_disk, 2, stage, "optimizer", timeout=60)
@@ -279,7 +279,7 @@ def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["another branch", "a failed forward"])
-@pytest.mark.parametrize("stage", [1, 2])
+@at_stages(1, 2)
 def test_a_forward_that_differs_on_one_rank_is_harmless_where_parameters_stay(stage: int, failing: bool) -> None:
     wanted = run_threads(2, branch, stage, failing, None)
     assert_same(run_threads(2, branch, stage, failing, "host"), wanted)

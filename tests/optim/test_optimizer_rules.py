@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_equal, assert_same_training, batches, full_parameters, net_loss, of, sharded, train_steps
+from plain import (
+    assert_equal,
+    assert_same_training,
+    batches,
+    full_parameters,
+    of,
+    sharded,
+    token_step,
+    train_steps,
+)
 from ranks import run_threads
 from rules import Rule
 from torch import nn
@@ -42,7 +51,7 @@ def all_but_empty(model: nn.Module) -> torch.optim.Optimizer:
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     for first, second in zip(data[::2], data[1::2], strict=True):
         for batch in (first, second):
-            net_loss(model, batch).backward()
+            token_step(model, batch)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -60,7 +69,7 @@ def test_zeros_are_not_written_to_a_gradient_that_is_a_state() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(BASE, all_but_empty, elementwise=False)
         optimizer.zero_grad(set_to_none=False)
-        net_loss(model, DATA[0]).backward()
+        token_step(model, DATA[0])
         optimizer.step()
         with pytest.raises(RuntimeError, match=r"state 'views' is the tensor of a gradient.*clone"):
             optimizer.zero_grad(set_to_none=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import pairwise
+from pairs import at_stages, pairwise
 from plain import (
     adam,
     assert_close,
@@ -456,7 +456,7 @@ class Replaces(Own):
 
 
 @pytest.mark.usefixtures("tried_once")
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_a_step_may_replace_the_tensors_of_parameters(stage: int) -> None:
     def make(model: Any) -> torch.optim.Optimizer:
         return Replaces([{"params": model[0].parameters(), "normalise": True}, {"params": model[2:].parameters()}])
@@ -781,7 +781,7 @@ def test_states_of_before_a_load_do_not_come_back(tier: str, tmp_path: Path) -> 
         assert_close(full_parameters(model), dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precision: Any, tmp_path: Path) -> None:
     def train(model: Any, optimizer: Any, part: slice) -> None:
@@ -825,10 +825,7 @@ def train_with_default_dtype(rank: int, case: str) -> dict[str, torch.Tensor]:
     if case == "new group":
         optimizer.add_param_group({"params": parameters[2:]})
     for _ in range(3):
-        optimizer.scale(model(DATA).float().square().mean()).backward()
-        optimizer.clip_grad_norm_(0.013)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, optimizer.scale(model(DATA).float().square().mean()), 0.013)
     return full_parameters(model)
 
 
@@ -850,7 +847,7 @@ def test_another_default_dtype_changes_no_number(dtype: torch.dtype, case: str) 
 
 
 @pytest.mark.guarantee("Step hooks")
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@at_stages(0, 1, 2)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon])
 def test_hooks_made_before_shard_see_the_models_parameters(kind: Any, stage: int) -> None:
     """nGPT's rows of norm 1 after each step, and gradients of norm 1 before it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import sharded
 from ranks import run_threads
 from rules import Rule
@@ -54,7 +55,7 @@ def routed(rank: int, stage: int) -> tuple[Routing | None, str]:
 
 @pytest.mark.guarantee("One rule for each group")
 @pytest.mark.usefixtures("tried_once")
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_the_report_says_who_updates_what(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "zeroshard")
     (routing, text), (other, _) = run_threads(2, routed, stage)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from one_pass import in_one_pass
+from pairs import at_stages
 from plain import (
     assert_close,
     assert_equal,
@@ -25,6 +26,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_step,
 )
 from ranks import run_threads, seeded
@@ -227,7 +229,7 @@ def test_a_group_that_is_added_later_is_on_the_shards_too() -> None:
     assert_equal(ours, wanted)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_a_group_that_goes_over_to_adamw_is_updated_by_it(stage: int) -> None:
     def train(model: nn.Module, optimizer: Any) -> None:
         adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.01, eps=1e-3).param_groups[0]
@@ -267,7 +269,7 @@ def test_a_group_without_a_known_rule_is_refused() -> None:
     model, optimizer = zeroshard.shard(model, both)
     with pytest.raises(ValueError, match=r'needs the option "rule", .* got None'):
         optimizer.add_param_group({"params": [model.blocks[0].up.weight]})
-    net_loss(model, DATA[0]).backward()
+    token_step(model, DATA[0])
     optimizer.param_groups[1]["rule"] = "adam"
     with pytest.raises(ValueError, match=r"needs the option .rule., .* got 'adam'"):
         optimizer.step()
@@ -391,7 +393,7 @@ class Branches(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], -1).tanh()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_matrices_whose_tp_shards_differ_in_size_are_put_together(stage: int) -> None:
     def body(rank: int, kind: Any) -> Any:
         plan = {"branches.*": ColwiseParallel(output_layouts=Replicate())}
@@ -444,10 +446,7 @@ def test_adamw_next_to_muon_is_updated_in_one_pass(offload: Any) -> None:
         inner = MuonWithAdamW(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02, fused=True))
         model, optimizer = zeroshard.shard(model, inner, stage=stage, precision="bf16", offload=offload)
         for batch in DATA:
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, net_loss(model, split(batch, rank, 2)), 0.5)
         with zeroshard.gathered(model):
             found = {name: p.detach().clone() for name, p in model.named_parameters()}
         return found | {f"{name} master": zeroshard.full_parameter(model, name) for name in list(found)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from plain import (
     assert_close,
     assert_equal,
@@ -25,6 +26,7 @@ from plain import (
     shares,
     split,
     take_step,
+    token_step,
     train_steps,
 )
 from ranks import run_processes, run_threads, seeded
@@ -94,7 +96,7 @@ def test_accumulation_clipping_groups_and_schedules_change_nothing() -> None:
 def steps_twice(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
     """Gradients stay clipped after a step, and a further backward adds to them."""
     for batch in data[:2]:
-        net_loss(model, batch).backward()
+        token_step(model, batch)
         for norm in (0.1, 0.05):
             clip(model, optimizer, norm)
             optimizer.step()
@@ -152,7 +154,7 @@ def test_small_buckets_give_the_same_bits_and_bounded_exchanges() -> None:
 
 def test_a_single_rank_steps_its_values_and_gradients_without_copies() -> None:
     model, optimizer = sharded(BASE, lamb, **WHOLE)
-    net_loss(model, DATA[0]).backward()
+    token_step(model, DATA[0])
     optimizer.clip_grad_norm_(0.1)
     optimizer.step()
     report = zeroshard.report(model)
@@ -162,7 +164,7 @@ def test_a_single_rank_steps_its_values_and_gradients_without_copies() -> None:
 def test_a_step_runs_after_one_in_which_the_optimizer_has_raised() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(BASE, adafactor, bucket_size=300, timeout=20)
-        net_loss(model, DATA[0]).backward()
+        token_step(model, DATA[0])
         (group,) = optimizer.param_groups
         rate, group["lr"] = group["lr"], "fast"
         with pytest.raises(TypeError):
@@ -190,7 +192,7 @@ def test_an_exchange_sends_at_most_four_elements_for_each_element_that_a_rank_ha
         assert traffic.count == 2 and traffic.bytes == 3 * 4 * 8 * 64 * 64 // 4
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: int) -> None:
     """The same optimizer on whole parameters and on slices sees the same masters and gradients: the same bits."""
 
@@ -199,10 +201,7 @@ def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: 
             BASE, of(torch.optim.AdamW, lr=0.02), precision="bf16", stage=stage, elementwise=elementwise
         )
         for batch in DATA:
-            net_loss(model, split(batch, rank, 2)).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, net_loss(model, split(batch, rank, 2)), 0.5)
         return masters(model), optimizer.state_dict()
 
     (whole, states), (flat, flat_states) = (run_threads(2, body, elementwise)[0] for elementwise in (False, True))
@@ -216,10 +215,7 @@ def overflowing(rank: int, make: Any, options: dict[str, Any], elementwise: bool
     scales = []
     for number, batch in enumerate(DATA):
         loss = net_loss(model, split(batch, rank, 2))
-        optimizer.scale(loss * (1e38 if number == 1 and rank == 1 else 1.0)).backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, optimizer.scale(loss * (1e38 if number == 1 and rank == 1 else 1.0)), 0.5)
         scales.append(optimizer.loss_scale_state())
     return masters(model), scales
 
@@ -366,7 +362,7 @@ class OnlyMatrices(Lamb):
         super().add_param_group(param_group)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_the_optimizer_checks_the_parameters_of_a_group_added_later(stage: int) -> None:
     model = copy.deepcopy(BASE)
     optimizer = OnlyMatrices([{"params": [model.embedding.weight]}])
@@ -458,7 +454,7 @@ def test_torchs_muon_steps_as_it_does_on_the_same_gradients() -> None:
 def tiered(rank: int, world: int, make: Any, offload: Any, options: dict[str, Any]) -> Any:
     model, optimizer = sharded(BASE, make, offload=offload, **options)
     for number, batch in enumerate(DATA):
-        net_loss(model, split(batch, rank, world)).backward()
+        token_step(model, split(batch, rank, world))
         if number == 2:
             optimizer.clip_grad_norm_(0.1)
         optimizer.step()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import mesh_of, net_loss
+from plain import mesh_of, token_step
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -227,7 +227,7 @@ def test_numbers_are_those_of_the_stage_that_was_chosen() -> None:
             model = copy.deepcopy(net)
             model, optimizer = zeroshard.shard(model, adam(model, fused=True), stage=stage)
         for batch in rows:
-            net_loss(model, batch[rank]).backward()
+            token_step(model, batch[rank])
             optimizer.step()
             optimizer.zero_grad()
         said = zeroshard.report(model).chosen

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from test_traffic import moved_bytes
 from torch import nn
 
@@ -184,7 +184,7 @@ def test_latencies_of_all_gathers_and_reductions_overlap() -> None:
     assert stage2 == pytest.approx(2 * units, abs=1)  # its all-gathers follow its reductions
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@at_stages(0, 1)
 def test_replicated_gradients_are_reduced_during_the_last_backward(stage: int) -> None:
     """All but the last unit's reductions overlap, if the wire is fast enough; once a step."""
     wide, wire = gpt(width=1024, layers=6), Link(bandwidth=2e12, latency=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from local_replicas import DILOCO, Outer
+from pairs import at_stages
 from plain import adamw, sharded
 from ranks import run_threads
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,7 +130,7 @@ def test_an_average_moves_fp32_values_once_in_k_steps() -> None:
     assert once.traffic["all-gather"] == pytest.approx(never.traffic["all-gather"])
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@at_stages(1, 2)
 def test_an_average_gathers_unsharded_parameters_once_more(stage: int) -> None:
     found = simulated(node(), stage=stage, local_steps=4)
     psi = 2 * sum(parameter.numel() for parameter in gpt().parameters())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from ranks import run_threads
 from torch import nn
 
@@ -122,7 +122,7 @@ def test_the_states_of_muon_are_predicted_to_the_byte_on_every_owner(
         assert peak <= predicted.transient["step"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@at_stages(1, 3)
 def test_frozen_and_mixed_parameters_are_predicted_too(stage: int) -> None:
     predicted = predict_memory(Adapted(), ranks=2, stage=stage)
     for held, report in run_threads(2, lambda rank: measured(rank, Adapted(), (torch.ones(2, 24),), {"stage": stage})):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from ranks import run_threads
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,7 +60,7 @@ def test_parameters_over_an_inner_axis_of_one_rank_are_refused_as_by_shard(predi
         predict(GPT(TINY), ranks=4, replicas=4, stage=3, partition="hierarchical", on_gpu=False)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_a_mesh_with_one_inner_rank_has_one_axis(stage: int) -> None:
     options: dict[str, Any] = {"stage": stage, "partition": "full", "reduce_wire": "int8"}
     predicted = predict_traffic(GPT(TINY), ranks=4, replicas=4, on_gpu=False, **options).step

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import at_stages
 from ranks import run_threads
 from test_traffic import moved_bytes
 from torch import nn
@@ -81,7 +82,7 @@ def test_parameters_that_stay_in_fp32_are_gathered_in_fp32() -> None:
     assert exact == pytest.approx(4 * norms, rel=0.5) and exact >= 4 * norms  # with padding
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@at_stages(1, 2, 3)
 def test_traffic_is_counted_as_payload(stage: int) -> None:
     machine, options = node(), {"reduce_wire": "int8"} | ({"gather_dtype": "int8"} if stage == 3 else {})
     exact, found = (simulated(machine, accumulate=2, stage=stage, **given) for given in ({}, options))

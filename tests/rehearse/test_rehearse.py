@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import mesh_of
 from processes import wait_until_gone
 from ranks import run_processes
@@ -337,7 +337,7 @@ def test_the_planned_memory_knows_collectives_in_8_bits(
     assert {check.status for name, check in found.items() if name != "replicas"} == {"passed"}, found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_owners_of_whole_parameters_hold_and_send_different_bytes(stage: int, tmp_path: Path) -> None:
     found = checks_of(3, tmp_path, "muon", stage=stage, precision="bf16")
     assert {check.status for name, check in found.items() if name != "replicas"} == {"passed"}, found

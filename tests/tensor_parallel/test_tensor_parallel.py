@@ -10,6 +10,7 @@ from typing import Any
 import hugging_face
 import pytest
 import torch
+from pairs import at_stages
 from plain import Tensors, adamw, assert_close, decayed, masters, sharded, split, tokens, train_plainly
 from ranks import run_processes, run_threads
 from torch import nn
@@ -118,7 +119,7 @@ def test_four_ranks_divide_a_gpt() -> None:
     compare(built(gpt), gpt_step, (1, 4), stage=2, clip=(0.05, 2.0))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_a_divided_gpt_trains_in_real_processes(stage: int) -> None:
     compare(built(gpt), gpt_step, (2, 2), stage=stage, clip=(0.05, 2.0), run=run_processes)
 
@@ -190,7 +191,7 @@ def sequence_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_gradients_that_each_tensor_rank_has_a_part_of_are_summed(stage: int) -> None:
     compare(built(Sequence), sequence_step, (2, 2), stage=stage, clip=(0.05, 2.0), tensor_plan=SEQUENCE_PLAN)
 
@@ -223,7 +224,7 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
         assert_close(whole, parameters, 1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@at_stages(0, 3)
 def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     model = built(lambda: gpt(tied=True))
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -420,7 +421,7 @@ def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
         run_threads(4, body, stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@at_stages(0, 1, 3)
 def test_what_tensor_ranks_replicate_stays_equal_when_one_rank_writes(stage: int) -> None:
     model = built(gpt)
 

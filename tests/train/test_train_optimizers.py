@@ -121,10 +121,7 @@ def test_clipping_and_offload_keep_the_bits(precision: str | None) -> None:
         # with fp16, the first step overflows
         model, optimizer = zeroshard.shard(plain, inner, precision=precision, loss_scale=2.0**17, **options)
         for tokens in batches(4):
-            optimizer.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, optimizer.scale(model(tokens[:, :-1], tokens[:, 1:])), 0.5)
         assert precision != "fp16" or float(optimizer.loss_scale) == 2.0**16
         return {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from plain import sgd
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.profiler import ProfilerActivity
@@ -336,7 +337,7 @@ def test_compiled_blocks_are_compiled_once_with_and_without_a_profiler() -> None
     model = make_net()
     for block in model.blocks:
         block.compile(backend=compiled, fullgraph=True)
-    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, precision="bf16")
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=3, precision="bf16")
 
     def step() -> int:
         model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
