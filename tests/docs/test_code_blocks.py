@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import zeroshard
+from zeroshard.checkpoint.async_save import wait_for_pending_save
 from zeroshard.cli.main import COMMANDS
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.commands.train import read_options
@@ -157,6 +158,7 @@ def run_blocks_in(rank: int, folder: str, page: str, story: list[tuple[int, str]
             patch.setenv(name, value)
         try:
             run_blocks(rank, page, story)
+            wait_for_pending_save()  # as a program does at its end: the process runs other tests too
         finally:
             if "accelerate.state" in sys.modules:  # its state is that of the process, which runs other tests too
                 state = sys.modules["accelerate.state"]

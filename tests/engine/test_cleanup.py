@@ -72,7 +72,7 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank
         assert torch.equal(torch.get_rng_state(), defaults[3])
 
         model = torch.nn.Linear(3, 2)
-        model, optimizer = zeroshard.shard(model, sgd(model))
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         assert not torch.distributed.is_initialized()

@@ -48,10 +48,11 @@ class Stack(InOrder):
 
 
 STACK = built(Stack)
+fine_adamw = partial(adamw, lr=0.05, eps=1e-3)
 
 
 def shard(stage: int, model: nn.Module = STACK, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
-    return sharded(model, partial(adamw, lr=0.05, eps=0.001), mesh=mesh, stage=stage, **{"units": (Block,), **options})
+    return sharded(model, fine_adamw, mesh=mesh, stage=stage, **{"units": (Block,), **options})
 
 
 def batch_of(step: int, number: int, rank: int) -> torch.Tensor:
@@ -102,7 +103,7 @@ def count_in_backwards(
 def plainly(plan: list[int], world: int) -> dict[str, torch.Tensor]:
     """The same training by one plain process."""
     model = copy.deepcopy(STACK)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    optimizer = fine_adamw(model)
     for step, backwards in enumerate(plan):
         for number in range(backwards):
             sum(square_loss(model, batch_of(step, number, rank)) / world for rank in range(world)).backward()

@@ -53,9 +53,9 @@ def in_parts(model: Any, optimizer: Any, data: list[torch.Tensor], backwards: in
         optimizer.zero_grad()
 
 
-def run_parts(backwards: int, model: nn.Module | None = None, **options: Any) -> Tensors:
-    """Train on a mesh of 2 × 2, with so many backwards a step."""
-    loop = partial(in_parts, backwards=backwards)
+def run_parts(parts: int, model: nn.Module | None = None, **options: Any) -> Tensors:
+    """Train on a mesh of 2 × 2, with so many backwards a step; ``backwards`` is the option of shard()."""
+    loop = partial(in_parts, backwards=parts)
     options = {"mesh": (2, 2), "stage": 3, **options}
     return run_ranks(4, model or make_net(), fine_adam, batches(4, rows=24), loop, **options)
 

@@ -565,10 +565,10 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.description)
 def test_the_flags_that_are_printed_make_the_choice(choice: Strategy) -> None:
-    flags = pytest.importorskip("zeroshard.train.options")
+    command = pytest.importorskip("zeroshard.train.commands.train")
     told = shlex.split(train_command(choice, "gpt2", 8, Machine.resolve("h100"), "bf16", sequence=256))
     assert told[:2] == ["zeroshard", "train"]
-    options = flags.read_options(told[2:])
+    options = command.read_options(told[2:])
     assert (options.model.model, options.model.sequence, options.sharding.ranks) == ("gpt2", 256, 8)
     assert (options.sharding.stage, options.sharding.tensor) == (choice.stage, choice.tensor)
     assert options.sharding.precision == "bf16"

@@ -49,6 +49,7 @@ class TrainingSetup:
     """Everything the training loop uses: directory, data, sharded model, optimizer and record."""
 
     def __init__(self, options: TrainOptions, rank_info: RankInfo) -> None:
+        options.batching(rank_info.world_size)  # raises before the model is built
         check_trackers(options.run.tracker)  # as the launcher does: torchrun starts ranks without it
         torch.manual_seed(options.training.seed)  # of adapters
         language_model = open_language_model(options.model, options.data)
