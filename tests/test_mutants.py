@@ -5,6 +5,7 @@ All of them, with what they print: python -m pytest tests/test_mutants.py -m slo
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+GOLDENS = ROOT / "tests/planner/golden_plans.json"
 MUTANTS = {entry["name"]: entry for entry in tomllib.loads((ROOT / "tests/mutants.toml").read_text())["mutant"]}
 
 
@@ -30,6 +33,8 @@ def test_a_mutant_is_not_stale(name: str) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
+    if "golden" in mutant["test"] and not torch.__version__.startswith(json.loads(GOLDENS.read_text())["torch"]):
+        pytest.skip("golden plans of another version of torch are compared with a tolerance")
     shutil.copytree(ROOT / "src", tmp_path / "src")
     path = tmp_path / "src/zeroshard" / mutant["file"]
     path.write_text(path.read_text().replace(mutant["old"], mutant["new"]))
