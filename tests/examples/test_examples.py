@@ -360,6 +360,7 @@ def test_the_trainer_learns_resumes_at_another_stage_and_leaves_a_model(tmp_path
 
 
 def test_trl_fine_tunes_an_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
     import peft
 
     cpu = ["--use_cpu", "--ddp_backend", "gloo", "--bf16", "false", "--disable_tqdm", "true"]
