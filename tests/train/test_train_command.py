@@ -616,6 +616,7 @@ def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama:
         (["--offload", "disk"], ["--offload-directory"]),
         (["--auto", "--memory", "1kB", "--dry-run"], ["memory must be more than the", "got 1000 bytes"]),
         (["--width", "1000000000", "--dry-run"], ["Storage size calculation overflowed", "The stack trace is in /"]),
+        (["--ranks", "100000"], ["--ranks 100000 would start as many processes on this machine: pass at most "]),
         (["--resume"], ["no run under runs/", "--out"]),
     ],
 )

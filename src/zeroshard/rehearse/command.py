@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.rehearse.checks import FAILED, WARNING, RankRecord, RehearsalCheck, name_ranks, run_checks
-from zeroshard.utils.command_line import CommandParser, make_echo, positive_int, print_error
+from zeroshard.utils.command_line import CommandParser, check_local_ranks, make_echo, positive_int, print_error
 from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ END_GRACE_SECONDS = 30  # for a script to end after its last step
 FAILURE_GRACE_SECONDS = 15  # for the other ranks to learn of a failure: zeroshard needs at most 10
 STACK_GRACE_SECONDS = 2  # for ranks that hang to write their stacks
 POLL_SECONDS = 0.1
-MAX_RANKS_PER_CPU = 16  # more would exhaust the machine before the first step
 LOOPBACK = "127.0.0.1"
 LOG_LINES, STACK_LINES = 15, 8  # shown of a rank that died or hangs
 RANK_PROGRAM = """
@@ -59,8 +58,9 @@ It does not show how fast a cluster is: ranks that share a machine say nothing a
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status: 1 if a check or a rank fails."""
     options = _parser().parse_args(argv)
-    error = _usage_error(options)
-    if error is not None:
+    try:
+        _check_usage(options)
+    except ValueError as error:
         print_error("rehearse", error)
         return 2
     outcome = rehearse(options)
@@ -93,21 +93,22 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _usage_error(options: argparse.Namespace) -> str | None:
+def _check_usage(options: argparse.Namespace) -> None:
+    """Raise if the script or the ranks cannot be started."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return "it starts its own ranks: run it without torchrun or srun (WORLD_SIZE is set)"
-    max_ranks = MAX_RANKS_PER_CPU * (os.cpu_count() or 1)
-    if options.ranks > max_ranks:
-        return f"--ranks {options.ranks} would start as many processes on this machine: pass at most {max_ranks}"
+        raise ValueError("it starts its own ranks: run it without torchrun or srun (WORLD_SIZE is set)")
+    check_local_ranks(options.ranks)
     if options.module:
         package = options.script.partition(".")[0]  # its modules are found only by importing it
         sys.path.insert(0, os.getcwd())
         found = find_spec(package)
         sys.path.pop(0)
-        return None if found is not None else f"there is no module {package!r}: without -m it is a file"
-    if Path(options.script).is_dir():
-        return f"{options.script} is a directory: pass the script in it, or -m and a module"
-    return None if Path(options.script).is_file() else f"there is no script {options.script!r}"
+        if found is None:
+            raise ValueError(f"there is no module {package!r}: without -m it is a file")
+    elif Path(options.script).is_dir():
+        raise ValueError(f"{options.script} is a directory: pass the script in it, or -m and a module")
+    elif not Path(options.script).is_file():
+        raise ValueError(f"there is no script {options.script!r}")
 
 
 # ------------------------------------------------------------------------------------------------ the ranks

@@ -44,7 +44,7 @@ from zeroshard.train.rank import (
     report_failure,
 )
 from zeroshard.train.run_directory import RunDirectory
-from zeroshard.utils.command_line import make_echo, print_error
+from zeroshard.utils.command_line import check_local_ranks, make_echo, print_error
 from zeroshard.utils.install_hint import install_hint
 from zeroshard.utils.lazy_import import uncollected_imports
 
@@ -137,6 +137,7 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: {install_hint('train')}")
     check_trackers(options.run.tracker)
+    check_local_ranks(ranks)
     options.batching(ranks)
     if options.run.out is not None:
         directory = RunDirectory(Path(options.run.out))

@@ -12,6 +12,7 @@ from typing import NoReturn, TextIO
 from zeroshard.utils.format import escape_control_chars
 
 STDOUT = "-"  # value of --json for standard output
+MAX_RANKS_PER_CPU = 16  # more would exhaust the machine before the first step
 
 
 def positive_int(text: str) -> int:
@@ -23,6 +24,18 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer (got {text!r})")
     return int(text)
+
+
+def check_local_ranks(ranks: int) -> None:
+    """Raise if a command would start more ranks than this machine can run.
+
+    >>> check_local_ranks(1000000)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: --ranks 1000000 would start as many processes on this machine: pass at most ...
+    """
+    max_ranks = MAX_RANKS_PER_CPU * (os.cpu_count() or 1)
+    if ranks > max_ranks:
+        raise ValueError(f"--ranks {ranks} would start as many processes on this machine: pass at most {max_ranks}")
 
 
 class CommandParser(argparse.ArgumentParser):
