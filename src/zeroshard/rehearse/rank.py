@@ -27,10 +27,7 @@ import json
 import os
 import resource
 import runpy
-import shutil
-import signal
 import sys
-import threading
 import time
 import weakref
 import zlib
@@ -58,7 +55,7 @@ from zeroshard.optim import ShardedOptimizer, state_bytes_per_element
 from zeroshard.planner import PredictedMemory, plan_sizes
 from zeroshard.rehearse.checks import ModelRecord, RankRecord
 from zeroshard.sharding import ShardPlan, UnitSpec
-from zeroshard.train import report_failure
+from zeroshard.train import end_with_launcher, report_failure
 from zeroshard.utils.tree import tensors_in
 
 # NCCL between ranks that share a GPU: over loopback sockets. Ranks take turns on the GPU, and in each turn pass on what
@@ -137,8 +134,7 @@ def _prepare_process(directory: Path, rank: int, settings: RehearsalSettings) ->
     if settings.shares_gpus:
         os.environ.update(local_rank_environment(rank, settings.ranks, settings.gpus))
         share_gpu(f"rehearsal-{rank}")
-    launcher = os.dup(0)
-    threading.Thread(target=_end_with_launcher, args=(launcher, directory), daemon=True).start()
+    end_with_launcher(directory)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank:
         log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -170,14 +166,6 @@ def local_rank_environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(min(gpus, ranks - node * gpus)),
         "GROUP_RANK": str(node),
     }
-
-
-def _end_with_launcher(launcher: int, directory: Path) -> None:
-    """Kill this rank and its children when the launcher is gone, which holds the other end of a pipe."""
-    while os.read(launcher, 1):
-        pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _shorten_traceback(error: BaseException) -> None:

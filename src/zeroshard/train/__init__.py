@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zeroshard.train.generation import generate_text
     from zeroshard.train.launch import describe_first_failure, local_ranks, run_training
     from zeroshard.train.options import TrainingError, describe_bug
-    from zeroshard.train.rank import ERROR_DIR_ENV, read_errors, report_failure
+    from zeroshard.train.rank import ERROR_DIR_ENV, end_with_launcher, read_errors, report_failure
     from zeroshard.train.report import write_html_report
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingError",
     "describe_bug",
     "describe_first_failure",
+    "end_with_launcher",
     "generate_text",
     "local_ranks",
     "read_errors",
@@ -34,6 +35,6 @@ __getattr__, __dir__ = lazy_names(
         "options": "TrainingError describe_bug",
         "report": "write_html_report",
         "launch": "describe_first_failure local_ranks run_training",
-        "rank": "ERROR_DIR_ENV read_errors report_failure",
+        "rank": "ERROR_DIR_ENV end_with_launcher read_errors report_failure",
     },
 )

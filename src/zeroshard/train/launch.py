@@ -13,13 +13,11 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +36,7 @@ from zeroshard.train.rank import (
     STOP_SIGNALS,
     RankInfo,
     StopRequest,
+    end_with_launcher,
     is_peer_lost,
     launcher_environment,
     read_errors,
@@ -78,17 +77,9 @@ def run_training(options: TrainOptions) -> int:
 
 def run_local_rank(directory: Path) -> NoReturn:
     """Run one of the ranks that :func:`launch` has started, with the options in its directory; exit the process."""
-    threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True).start()
+    end_with_launcher(directory)
     options = TrainOptions().with_values(json.loads((directory / OPTIONS_FILE).read_text()))
     _run_rank(options, FileStore(os.fspath(directory / "store"), int(os.environ["WORLD_SIZE"])))
-
-
-def _end_with_launcher(directory: Path) -> None:
-    """Kill this rank and its children when the launcher is gone: it holds the other end of their standard input."""
-    while os.read(0, 1):
-        pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _run_rank(options: TrainOptions, store: FileStore | None = None) -> NoReturn:

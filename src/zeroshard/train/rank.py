@@ -1,12 +1,14 @@
-"""This process as one rank: its place among the ranks, its stop signals, and how it reports its failure."""
+"""This process as one rank: its place among the ranks, what stops it, and how it reports its failure."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -193,6 +195,22 @@ def report_failure(error: BaseException, rank: int, message: str | None = None) 
     print_error("train", message)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         ErrorHandler().record_exception(error)
+
+
+def end_with_launcher(directory: Path) -> None:
+    """Start a thread that kills this rank and its children when the launcher is gone, and deletes its directory.
+
+    The launcher holds the other end of this process's standard input, which may be replaced afterwards.
+    """
+    launcher = os.dup(0)
+
+    def wait() -> None:
+        while os.read(launcher, 1):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class StopRequest:
