@@ -296,7 +296,10 @@ def test_auto_and_wrong_values_are_errors_with_what_to_do() -> None:
         ({"zero_optimization": {"stage": 5}}, "stage must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, '"cpu" or "nvme", got \'gpu\''),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path must be the path"),
-        ({"communication_data_type": "int8", "bf16": {"enabled": True}, **stage_2}, "reduce_dtype must be .*'int8'"),
+        (
+            {"communication_data_type": "int8", "bf16": {"enabled": True}, **stage_2},
+            "communication_data_type must be .*'int8'",
+        ),
         ({"fp16": True}, "fp16 must be a JSON object"),
         ({"zero_optimization": True}, "zero_optimization must be a JSON object"),
         ({"bfloat16": {"enabled": True}}, "did you mean 'bf16'"),
@@ -441,6 +444,73 @@ def test_the_command_fails_for_what_it_cannot_do_and_suggests_to_handle_only_the
     assert {key["key"]: key["kind"] for key in record["keys"]}["gradient_clipping"] == SCRIPT
     assert main(["migrate", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "message"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 'two'"),
+        ({"train_batch_size": -8}, "train_batch_size must be at least 1, got -8"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu must be at least 1, got 0"),
+        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps must be at least 1, got -1"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}},
+            "zero_optimization.reduce_bucket_size must be at least 0, got -5",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": -1}},
+            "zero_optimization.stage3_prefetch_bucket_size must be at least 0, got -1",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": -0.5}}},
+            "zero_optimization.offload_optimizer.ratio must be at least 0, got -0.5",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+            "zero_optimization.offload_optimizer.ratio must be at most 1, got 1.5",
+        ),
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be at least 0, got -1"),
+        ({"gradient_allreduce_op": "max"}, 'gradient_allreduce_op must be "mean" or "sum", got \'max\''),
+        (
+            {"communication_data_type": "float"},
+            'communication_data_type must be "fp16", "bf16" or "fp32", got \'float\'',
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "fp64"}},
+            'data_types.grad_accum_dtype must be "fp16", "bf16" or "fp32", got \'fp64\'',
+        ),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled must be true, false or \"auto\", got 'yes'"),
+    ],
+)
+def test_what_deepspeed_itself_refuses_is_one_line(
+    deepspeed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(deepspeed))
+    assert main(["migrate", str(path)]) == 2
+    printed, told = capsys.readouterr()
+    assert told == f"zeroshard migrate: {message}: correct the DeepSpeed configuration\n"
+    assert printed == ""
+
+
+def test_nothing_and_auto_are_not_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    open_sizes = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "sub_group_size": None}
+    deepspeed = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": None,
+        "communication_data_type": None,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": "auto",
+            "offload_param": {"device": "auto"},
+            "mics_shard_size": -1,
+            **open_sizes,
+        },
+    }
+    path.write_text(json.dumps(deepspeed))
+    assert main(["migrate", str(path)]) == 0
 
 
 def test_quantized_collectives_are_checked_with_the_other_options() -> None:

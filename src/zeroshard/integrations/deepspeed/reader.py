@@ -102,6 +102,7 @@ def read_deepspeed(source: Source, **given: Any) -> list[MigratedKey]:
     found = []
     for key, value in reader.values.items():
         try:
+            _check_value(key, value)
             found.append(reader.read(key, value))
         except (AttributeError, KeyError, OverflowError, TypeError):
             raise ValueError(f"{key} is not of the form that DeepSpeed reads: got {value!r}") from None
@@ -150,6 +151,13 @@ def _did_you_mean(key: str, known: Collection[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ keys by one rule
+
+
+def _read_table(text: str) -> dict[str, str]:
+    """Return the lines of a table: a key, a colon, and a text."""
+    rows = (line.strip().partition(": ") for line in text.strip().splitlines())
+    return {key: content for key, _, content in rows}
+
 
 # Change no number, whatever the value. docs/from-deepspeed.md says why zeroshard does not need them.
 _NOT_NEEDED = """
@@ -216,50 +224,92 @@ _IN_STAGE_3 = {
     "zero_optimization.zero_quantized_gradients": {"reduce_wire": "int8"},
     "zero_optimization.zero_quantized_weights": {"gather_dtype": "int8"},
 }
-_IN_SCRIPT = {
-    "dataloader_drop_last": "DataLoader(…, drop_last=True), if DeepSpeed has made the data loader",
-    "fp16.loss": "optimizer.scale(loss).backward(): DeepSpeed's engine.backward(loss) scales the loss by itself",
-    "gradient_accumulation_steps": "(loss / k).backward(), k = {}: DeepSpeed's engine divides the loss",
-    "gradient_allreduce_op": "gradients are averaged over the ranks: multiply the loss by their number",
-    "gradient_clipping": "optimizer.clip_grad_norm_({}) before optimizer.step()",
-    "scheduler": "a scheduler of torch.optim.lr_scheduler; docs/from-deepspeed.md has DeepSpeed's as a LambdaLR",
-    "tensor_parallel.autotp_size": 'a mesh with an axis of {} ranks named "tensor", which get the same batch',
-    "torch_autocast": "torch.autocast around the forward (to float16 it needs a loss scale, which precision has)",
-    "train_batch_size": "the script's data loader decides: micro-batch × accumulation × ranks",
-    "train_micro_batch_size_per_gpu": "the script's data loader decides: the batch of one rank",
-}
-_NO_COUNTERPART = {
-    "amp": 'apex is not supported: precision="bf16" or "fp16", or torch.autocast in the script',
-    "bf16.bf16_master_weights_and_grads": "master weights are always fp32. A bf16 model with precision=None has none",
-    "bf16.bf16_optimizer_states": "optimizer states have the dtype of the master weights, fp32",
-    "bf16.check_grad_overflow": "steps with gradients that are not finite are skipped only with fp16",
-    "compression_training": "quantization and pruning in training are not supported",
-    "curriculum_learning": "choose the sequences in the script's data loader",
-    "data_efficiency": "choose the sequences in the script's data loader",
-    "data_types.buffer_dtype": "see data_types.param_dtype",
-    "data_types.param_dtype": "precision=… is the only dtype of computation",
-    "elasticity": "compute batch and accumulation from the number of ranks in the script",
-    "expert_parallel": "expert parallelism is not supported: experts are sharded like all parameters",
-    "fp16.consecutive_hysteresis": "see fp16.hysteresis",
-    "fp16.fp16_master_weights_and_grads": "master weights are always fp32",
-    "fp16.hysteresis": "zeroshard's scale halves after every overflow, also the first: other steps are skipped",
-    "fp16.loss_scale": "the scale is dynamic: loss_scale=… is only where it starts. See fp16.loss_scale_window",
-    "fp16.loss_scale_window": "zeroshard's scale doubles after 2000 steps without an overflow. Other intervals: "
-    "torch.amp.GradScaler",
-    "pipeline": "pipeline parallelism is not supported",
-    "prescale_gradients": "gradients are summed, then divided; if sums overflow in fp16: reduce_dtype='fp32'",
-    "progressive_layer_drop": "drop layers in the model's forward",
-    "quantize_training": "quantized training is not supported",
-    "sequence_parallel_size": "sequence parallelism is not supported",
-    "sparse_attention": "use the model's own attention",
-    "weight_quantization": "quantized weights are not supported",
-    "zero_optimization.cpu_offload": "write offload_optimizer, which has taken its place",
-    "zero_optimization.cpu_offload_param": "write offload_param, which has taken its place",
-    "zero_optimization.zenflow": "every gradient is applied in its own step",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept in their own dtype",
-    "zero_optimization.zeropp_loco_param": "error_feedback=True is like it, without err_beta and reset_T",
-}
+_IN_SCRIPT = _read_table("""
+    dataloader_drop_last: DataLoader(…, drop_last=True), if DeepSpeed has made the data loader
+    fp16.loss: optimizer.scale(loss).backward(): DeepSpeed's engine.backward(loss) scales the loss by itself
+    gradient_accumulation_steps: (loss / k).backward(), k = {}: DeepSpeed's engine divides the loss
+    gradient_allreduce_op: gradients are averaged over the ranks: multiply the loss by their number
+    gradient_clipping: optimizer.clip_grad_norm_({}) before optimizer.step()
+    scheduler: a scheduler of torch.optim.lr_scheduler; docs/from-deepspeed.md has DeepSpeed's as a LambdaLR
+    tensor_parallel.autotp_size: a mesh with an axis of {} ranks named "tensor", which get the same batch
+    torch_autocast: torch.autocast around the forward (to float16 it needs a loss scale, which precision has)
+    train_batch_size: the script's data loader decides: micro-batch × accumulation × ranks
+    train_micro_batch_size_per_gpu: the script's data loader decides: the batch of one rank
+""")
+_NO_COUNTERPART = _read_table("""
+    amp: apex is not supported: precision="bf16" or "fp16", or torch.autocast in the script
+    bf16.bf16_master_weights_and_grads: master weights are always fp32. A bf16 model with precision=None has none
+    bf16.bf16_optimizer_states: optimizer states have the dtype of the master weights, fp32
+    bf16.check_grad_overflow: steps with gradients that are not finite are skipped only with fp16
+    compression_training: quantization and pruning in training are not supported
+    curriculum_learning: choose the sequences in the script's data loader
+    data_efficiency: choose the sequences in the script's data loader
+    data_types.buffer_dtype: see data_types.param_dtype
+    data_types.param_dtype: precision=… is the only dtype of computation
+    elasticity: compute batch and accumulation from the number of ranks in the script
+    expert_parallel: expert parallelism is not supported: experts are sharded like all parameters
+    fp16.consecutive_hysteresis: see fp16.hysteresis
+    fp16.fp16_master_weights_and_grads: master weights are always fp32
+    fp16.hysteresis: zeroshard's scale halves after every overflow, also the first: other steps are skipped
+    fp16.loss_scale: the scale is dynamic: loss_scale=… is only where it starts. See fp16.loss_scale_window
+    fp16.loss_scale_window: zeroshard's scale doubles after 2000 steps without an overflow. Others: torch.amp.GradScaler
+    pipeline: pipeline parallelism is not supported
+    prescale_gradients: gradients are summed, then divided; if sums overflow in fp16: reduce_dtype='fp32'
+    progressive_layer_drop: drop layers in the model's forward
+    quantize_training: quantized training is not supported
+    sequence_parallel_size: sequence parallelism is not supported
+    sparse_attention: use the model's own attention
+    weight_quantization: quantized weights are not supported
+    zero_optimization.cpu_offload: write offload_optimizer, which has taken its place
+    zero_optimization.cpu_offload_param: write offload_param, which has taken its place
+    zero_optimization.zenflow: every gradient is applied in its own step
+    zero_optimization.zero_quantized_nontrainable_weights: frozen weights are kept in their own dtype
+    zero_optimization.zeropp_loco_param: error_feedback=True is like it, without err_beta and reset_T
+""")
 _TEXTS = {**_IN_SCRIPT, **_NO_COUNTERPART}
+
+
+# --------------------------------------------------------------------------------------- what DeepSpeed itself refuses
+
+_ONE_OF = _read_table("""
+    bf16.enabled: true, false or "auto"
+    communication_data_type: "fp16", "bf16" or "fp32"
+    data_types.grad_accum_dtype: "fp16", "bf16" or "fp32"
+    fp16.enabled: true, false or "auto"
+    gradient_allreduce_op: "mean" or "sum"
+    zero_optimization.offload_optimizer.device: "none", "cpu" or "nvme"
+    zero_optimization.offload_param.device: "none", "cpu" or "nvme"
+    zero_optimization.stage: 0, 1, 2 or 3
+    zero_optimization.zero_quantized_gradients: true or false
+    zero_optimization.zero_quantized_weights: true or false
+""")
+_POSITIVE = "gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu".split()
+_NOT_NEGATIVE = """
+    fp16.loss_scale zero_optimization.allgather_bucket_size zero_optimization.reduce_bucket_size
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_partition_stream_chunk_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.sub_group_size zero_optimization.zero_hpz_partition_size
+    zero_optimization.offload_optimizer.buffer_count
+    zero_optimization.offload_optimizer.cpuadam_cores_perc zero_optimization.offload_optimizer.ratio
+    zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
+    zero_optimization.offload_param.max_in_cpu
+""".split()
+_LEAST = {**dict.fromkeys(_NOT_NEGATIVE, 0), **dict.fromkeys(_POSITIVE, 1)}
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Raise if DeepSpeed itself refuses a value."""
+    if value is None or (value == AUTO and key in _REQUIRED):
+        return
+    if key in _ONE_OF:
+        expected = _ONE_OF[key]
+        is_valid = value in json.loads(f"[{expected.replace(' or', ',')}]")
+    else:
+        expected = f"at least {_LEAST.get(key)}"
+        is_valid = key not in _LEAST or not isinstance(value, (int, float)) or value >= _LEAST[key]
+    if not is_valid:
+        raise ValueError(f"{key} must be {expected}, got {value!r}: correct the DeepSpeed configuration")
 
 
 # ------------------------------------------------------------------------------------------- keys with their own rule
@@ -277,9 +327,6 @@ class _Reader:
 
     def _find_precision(self) -> str:
         enabled = {name: self.values.get(f"{name}.enabled") for name in ("bf16", "fp16")}
-        for name, value in enabled.items():
-            if value not in (True, False, None, AUTO):  # DeepSpeed reads "true" as true
-                raise ValueError(f'{name}.enabled must be true, false or "auto", got {value!r}')
         on = [name for name, value in enabled.items() if value not in (False, None, AUTO)]
         if len(on) > 1:
             raise ValueError("bf16 and fp16 are both enabled: DeepSpeed accepts one of them")
@@ -344,7 +391,7 @@ _REDUCE_DTYPES = ("communication_data_type", "data_types.grad_accum_dtype")
 
 def _read_reduce_dtype(reader: _Reader, key: str, value: Any) -> dict[str, Any]:
     """Gradients are accumulated, reduced and kept in one dtype: the more precise of DeepSpeed's two."""
-    if value in (None, "none"):
+    if value is None:
         return {}
     dtypes = [reader.values.get(name) for name in _REDUCE_DTYPES]
     chosen = "fp32" if "fp32" in dtypes else value
@@ -356,23 +403,21 @@ def _read_bucket_size(reader: _Reader, key: str, value: Any) -> dict[str, Any]:
 
 
 def _read_in_stage_3(reader: _Reader, key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        raise ValueError(f"{key} must be true or false, got {value!r}")
     return _IN_STAGE_3[key] if reader.stage in (3, AUTO) and reader.is_on(key, value) else {}
 
 
-_NVME_PATHS = [f"zero_optimization.offload_{name}.nvme_path" for name in ("optimizer", "param")]
+_NVME_PATHS = ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path")
 
 
 def _read_offload(reader: _Reader, key: str, value: Any) -> dict[str, Any]:
-    if value not in ("none", None, "cpu", "nvme"):
-        raise ValueError(f'{key} must be "none", "cpu" or "nvme", got {value!r}')
     section = key.rpartition(".")[0]
     name = "parameters" if section.endswith("param") else "optimizer"
     unused_stages = (0, 1, 2) if name == "parameters" else (0,)
     if value in ("none", None) or reader.stage in unused_stages:
         return {}
     ratio = reader.values.get(f"{section}.ratio", 1.0) if reader.stage == 3 else 1.0
+    if ratio > 1:
+        raise ValueError(f"{section}.ratio must be at most 1, got {ratio}: correct the DeepSpeed configuration")
     tier = "host" if value == "cpu" else "disk"
     offload = {name: tier if ratio == 1.0 else (tier, ratio)}
     if tier == "disk":
