@@ -117,7 +117,7 @@ def test_two_sharded_models_in_one_process_do_not_meet() -> None:
     wanted = [run_plain(model, adam, data) for model in (first, second)]
     for found in run_threads(2, body):
         for ours, plain in zip(found, wanted, strict=True):
-            assert_close(ours, plain, 1e-5)
+            assert_close(ours, plain)
 
 
 # -------------------------------------------------------------------------------------------------- unwrap
@@ -187,7 +187,7 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
 
     wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
-        assert_close(parameters, wanted, 1e-5 if precision is None else 0.2)
+        assert_close(parameters, wanted, 1e-6 if precision is None else 0.02)
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
 
@@ -206,7 +206,7 @@ def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) 
 
     wanted = run_plain(plain, adam, data)
     for parameters in run_threads(2, body):
-        assert_close(parameters, wanted, 1e-5)
+        assert_close(parameters, wanted)
 
 
 def test_sharding_twice_is_an_error_that_names_the_parameter() -> None:

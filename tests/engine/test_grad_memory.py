@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from pairs import at_stages
 from plain import (
     ONE_BATCH,
     Tensors,
+    adamw,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -46,17 +48,14 @@ def held(model: nn.Module) -> int:
     return memory["gradients", "device"].now if ("gradients", "device") in memory else 0
 
 
-make = of(torch.optim.AdamW, lr=1e-2)
-
-
 def shard(stage: int) -> tuple[Any, Any]:
-    return sharded(NET, make, stage=stage, bucket_size=64)
+    return sharded(NET, adamw, stage=stage, bucket_size=64)
 
 
 def assert_trains(loop: Any, world: int, stage: int) -> None:
     """A loop that treats gradients in its own way trains as the plain loop does."""
     options = {"plain_loop": train_steps, "stages": [stage], "bucket_size": 64}
-    assert_same_training(world, NET, make, batches(3), loop, **options)
+    assert_same_training(world, NET, adamw, batches(3), loop, **options)
 
 
 # ------------------------------------------------------------------------------------------------ given back
@@ -75,7 +74,7 @@ def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int,
             found.append(held(model))
         return found, full_parameters(model)
 
-    wanted = run_plain(NET, make, batches(4))
+    wanted = run_plain(NET, adamw, batches(4))
     least = 4 * sum(parameter.numel() for parameter in wanted.values()) // (world if stage > 1 else 1)
     for found, parameters in run_threads(world, body):
         assert all(now >= least for now in found[::2])
@@ -199,7 +198,7 @@ def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
 
     for before, after, parameters in run_threads(world, body):
         assert after == (0 if world == 1 else before)
-        assert_close(parameters, run_plain(NET, make, batches(2)))
+        assert_close(parameters, run_plain(NET, adamw, batches(2)))
 
 
 def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
@@ -207,7 +206,7 @@ def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
     wanted = None
     for one_by_one in (False, True):
         with in_one_pass():
-            model, optimizer = sharded(NET, of(torch.optim.AdamW, lr=1e-2, fused=True), precision="bf16")
+            model, optimizer = sharded(NET, partial(adamw, fused=True), precision="bf16")
             for batch in batches(3):
                 token_step(model, batch)
                 optimizer.clip_grad_norm_(0.1)
@@ -286,7 +285,7 @@ def test_gradients_that_are_there_when_a_forward_begins_keep_their_memory(stage:
         assert found[0] > 0
         assert len(set(found)) == 1
 
-    assert_same_training(world, NET, make, batches(6), loop, stages=[stage], bucket_size=64)
+    assert_same_training(world, NET, adamw, batches(6), loop, stages=[stage], bucket_size=64)
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (0, 2), (2, 2), (3, 2)])
@@ -309,7 +308,7 @@ def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = shard(stage)
         other = copy.deepcopy(NET)
-        plainly = make(other)
+        plainly = adamw(other)
         for first in (True, False):
             for one, its in ((model, optimizer), (other, plainly)):
                 token_step(one, batches(2)[0 if first else 1])
@@ -383,7 +382,7 @@ def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> Tensors
 def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: int, away: bool) -> None:
     """Its reductions may be under way when zero_grad(), or offload_states(), takes the memory away."""
     for parameters in run_processes(world, left_in_the_middle, stage, world, away):
-        assert_close(parameters, run_plain(NET, make, batches(4)[1::2]))
+        assert_close(parameters, run_plain(NET, adamw, batches(4)[1::2]))
 
 
 @at_stages(0, 2, 3)

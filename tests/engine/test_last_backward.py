@@ -48,7 +48,7 @@ class Stack(InOrder):
 
 
 STACK = built(Stack)
-fine_adamw = partial(adamw, lr=0.05, eps=1e-3)
+fine_adamw = partial(adamw, lr=0.05)
 
 
 def shard(stage: int, model: nn.Module = STACK, mesh: Any = None, **options: Any) -> tuple[Any, Any]:

@@ -601,7 +601,7 @@ def test_training_goes_on_from_what_was_written(stage: int) -> None:
             model.get_parameter(NAME).mul_(-2)
         train_steps(model, optimizer, data)
 
-    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage], relative=1e-5)
+    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage])
 
 
 @every_stage
@@ -671,7 +671,7 @@ def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
 
     wanted = run_plain(plain, adam, data)
     for state in run_threads(2, body):
-        assert_close(state, wanted, 1e-5)
+        assert_close(state, wanted)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -737,8 +737,7 @@ def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int
             optimizer.step()
             optimizer.zero_grad()
 
-    options = {"plain_loop": train_steps, "stages": [stage], "relative": 1e-5}
-    assert_same_training(2, make_net(), adam, batches(2), loop, **options)
+    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage], plain_loop=train_steps)
 
 
 # ------------------------------------------------------------------------------- one parameter's states by name
@@ -763,7 +762,7 @@ def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> 
     wanted = {name: p.grad.clone() for name, p in expected.named_parameters()}
     optimizer.step()
     for gradients, states in run_threads(2, body):
-        assert_close(gradients, wanted, 1e-5)
+        assert_close(gradients, wanted)
         for name, p in expected.named_parameters():
             assert states[name].keys() == optimizer.state[p].keys(), name
             for key, value in optimizer.state[p].items():

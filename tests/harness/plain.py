@@ -125,9 +125,9 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
     return momentum(model, weight_decay=0.01)
 
 
-def adam(model: nn.Module, lr: float = 0.01, **options: Any) -> torch.optim.Optimizer:
-    """Return Adam with torch's epsilon."""
-    return torch.optim.Adam(model.parameters(), lr=lr, **options)
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Return Adam with the epsilon of adamw(): with torch's, a wrong scale of gradients would not show."""
+    return torch.optim.Adam(model.parameters(), **{"lr": 0.01, "eps": 1e-3, **options})
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
