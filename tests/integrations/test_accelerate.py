@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import (
@@ -30,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard
+from zeroshard.integrations import accelerate as integration
 from zeroshard.integrations.accelerate import ZeroAccelerator, ZeroOptimizer
 
 STAGES = (0, 1, 3)
@@ -609,3 +611,18 @@ def follow_guide(rank: int, directory: Path) -> list[str]:
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
     files, _ = run_processes(2, follow_guide, tmp_path)
     assert {"zeroshard", "scheduler.bin", "random_states_1.pkl", "model.safetensors"} <= {*files}
+
+
+def flags_of_the_first(rank: int) -> list[bool]:
+    """Exchange what hooks have left; nothing that another rank sends is unpickled."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a rank unpickles what it gets: that may be code of whoever reaches its port")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_unpickler", refuse)
+        return integration._on_first_rank([rank == 0, rank == 1])
+
+
+def test_ranks_send_what_hooks_have_left_as_data() -> None:
+    assert run_processes(2, flags_of_the_first) == [[True, False]] * 2

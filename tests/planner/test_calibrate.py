@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -386,3 +387,19 @@ def test_where_one_rank_has_no_disk_all_raise(tmp_path: Path) -> None:
         run_processes(2, lost, str(tmp_path), timeout=60)
     assert sorted(failure.value.accounts) == [0, 1]
     assert all("absent is not a directory" in account for account in failure.value.accounts.values())
+
+
+def exchanged(rank: int) -> tuple[list[str], str]:
+    """Exchange texts as a calibration does; nothing that another rank sends is unpickled."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a rank unpickles what it gets: that may be code of whoever reaches its port")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_unpickler", refuse)
+        ranks = CalibrationRanks.current()
+        return ranks.gather_text(f"text of {rank}"), ranks.broadcast_text(f"plan of {rank}")
+
+
+def test_ranks_that_calibrate_send_each_other_data_and_no_code() -> None:
+    assert run_processes(2, exchanged) == [(["text of 0", "text of 1"], "plan of 0")] * 2

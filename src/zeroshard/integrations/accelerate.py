@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.comm import tensor_axis_name
+from zeroshard.comm import all_gather_object, tensor_axis_name
 from zeroshard.engine import unwrap_compiled
 from zeroshard.utils.version import check_version
 
@@ -37,7 +38,7 @@ check_version("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import AutocastKwargs, DistributedType, broadcast_object_list  # noqa: E402
+from accelerate.utils import AutocastKwargs, DistributedType  # noqa: E402
 
 _WITHOUT_TRAINING: dict[str, Any] = {  # the options of a model without an optimizer: it has no steps to count or reduce
     "precision": None,
@@ -409,7 +410,7 @@ def _engine_of(model: nn.Module) -> Any:
 
 def _on_first_rank(flags: list[bool]) -> list[bool]:
     """Return the first rank's flags: hooks often do everything on the main process."""
-    found: list[bool] = broadcast_object_list(list(flags))
+    found: list[bool] = all_gather_object(flags, dist.group.WORLD, "run the hooks", None)[0]
     return found
 
 

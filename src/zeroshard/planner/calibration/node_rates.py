@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import MeshAxis, all_gather_sync
+from zeroshard.comm import MeshAxis, all_gather_object, all_gather_sync
 from zeroshard.memory import Disk, DiskError, aligned_buffer, available_host_memory
 from zeroshard.optim import make_adam_update
 from zeroshard.planner.calibration.device_rates import host_seconds
@@ -89,18 +89,11 @@ class CalibrationRanks:
             dist.barrier()
 
     def gather_text(self, text: str) -> list[str]:
-        texts = [text] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(texts, text)
-        return texts
+        return all_gather_object(text, dist.group.WORLD, "calibrate", None) if self.world_size > 1 else [text]
 
     def broadcast_text(self, text: str) -> str:
         """Return the first rank's text, so that all ranks compute the same plans from it."""
-        if self.world_size == 1:
-            return text
-        texts = [text]
-        dist.broadcast_object_list(texts, src=0)
-        return texts[0]
+        return self.gather_text(text)[0]
 
 
 def measure_links(ranks: CalibrationRanks, device: torch.device, base: Machine, max_bytes: int) -> dict[str, Link]:
