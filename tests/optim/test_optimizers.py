@@ -394,9 +394,15 @@ class MakesStates(Own):
 
 def test_a_class_with_its_own_constructor_and_states_runs() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return MakesStates(0.1, of=model.parameters())
+        optimizer = MakesStates(0.1, of=model.parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)  # a warmup begins with 0: nothing would move
+        return optimizer
 
-    assert_same_training(2, MODEL, make, [DATA] * 3, square_steps, stages=[3])
+    def loop(model: nn.Module, optimizer: Any, data: list[torch.Tensor]) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1
+        square_steps(model, optimizer, data)
+
+    assert_same_training(2, MODEL, make, [DATA] * 3, loop, stages=[3])
 
 
 class ByGroup(Own):
