@@ -10,6 +10,7 @@ import pytest
 import torch
 from pairs import at_stages
 from plain import (
+    adamw,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -109,7 +110,7 @@ def test_a_clip_lasts_after_the_step(world: int) -> None:
 
 def steps_of_scaled(rank: int, world: int, elementwise: bool) -> Any:
     options = {"precision": "fp16", "keep_fp32": ["head"], "elementwise": elementwise}
-    model, optimizer = sharded(BASE, of(torch.optim.AdamW, lr=0.02), **options)
+    model, optimizer = sharded(BASE, adamw, **options)
     for batch in DATA[:2]:
         optimizer.scale(net_loss(model, split(batch, rank, world))).backward()
         for norm in (0.1, 0.05):
@@ -197,9 +198,7 @@ def test_bf16_steps_masters_with_the_gradients_of_elementwise_optimizers(stage: 
     """The same optimizer on whole parameters and on slices sees the same masters and gradients: the same bits."""
 
     def body(rank: int, elementwise: bool) -> Any:
-        model, optimizer = sharded(
-            BASE, of(torch.optim.AdamW, lr=0.02), precision="bf16", stage=stage, elementwise=elementwise
-        )
+        model, optimizer = sharded(BASE, adamw, precision="bf16", stage=stage, elementwise=elementwise)
         for batch in DATA:
             take_step(optimizer, net_loss(model, split(batch, rank, 2)), 0.5)
         return masters(model), optimizer.state_dict()
@@ -222,9 +221,6 @@ def overflowing(rank: int, make: Any, options: dict[str, Any], elementwise: bool
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "host"}], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(options: dict[str, Any]) -> None:
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.02)
-
     runs = [run_threads(2, overflowing, adamw, options, elementwise) for elementwise in (False, True)]
     for (ours, scales), (wanted, wanted_scales) in zip(*runs, strict=True):
         assert_equal(ours, wanted)
@@ -277,10 +273,6 @@ def decays_in_a_hook(model: nn.Module, optimizer: Any, data: list[torch.Tensor])
 
     inner.register_step_post_hook(decay)
     uses_in_turn(model, optimizer, data)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
 @pytest.mark.parametrize("offload", [None, "host"])
