@@ -21,7 +21,7 @@ import zeroshard
 from zeroshard.engine.schedule import ForwardRecord, PassRecords, UnitExecutor, UnitHolds
 from zeroshard.engine.unit import Unit
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 def train(kind: Any, step: Step, **options: Any) -> None:

@@ -14,7 +14,7 @@ from ranks import run_processes
 from torch import nn
 from zoo import Block, Net, built
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 class Gate(nn.Module):

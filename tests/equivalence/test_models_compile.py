@@ -15,7 +15,7 @@ from zoo import Net, built
 
 import zeroshard
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 @pytest.fixture(scope="module", autouse=True)

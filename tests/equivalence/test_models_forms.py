@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import Block, Net, built
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 # ------------------------------------------------------------------------------------- modules that run more than once

@@ -19,7 +19,7 @@ from zoo import Net, built
 
 import zeroshard
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 class BorrowsFromAfar(Net):

@@ -31,7 +31,7 @@ from zoo import Net, built
 
 import zeroshard
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 # ------------------------------------------------------------------------------------------------------- recomputation

@@ -27,7 +27,7 @@ from zoo import Block, Net, built
 
 import zeroshard
 
-VOCABULARY = 11  # of plain.Net
+VOCABULARY = 11  # of zoo.Net
 
 
 class Branching(Net):
