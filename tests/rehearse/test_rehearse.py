@@ -138,6 +138,32 @@ def test_a_right_script_passes_and_ends_by_itself_after_the_steps(
     wait_until_gone(pids)
 
 
+PUBLIC_STORE = """
+import os
+import torch, torch.distributed as dist
+import zeroshard
+
+dist.init_process_group("gloo", init_method="env://")
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=1)
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+keys = dist.TCPStore(*address, is_master=False, wait_for_workers=False).list_keys()
+assert not any("default_pg" in key for key in keys), keys
+while True:
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.guarantee("Local ranks")
+def test_ranks_meet_where_no_other_user_gets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(PUBLIC_STORE)
+    assert main(["rehearse", "--ranks", "2", str(tmp_path / "train.py")]) == 0, capfd.readouterr().out
+
+
 @pytest.mark.guarantee("Rehearsals")
 @pytest.mark.parametrize(
     ("fault", "texts", "failed"),

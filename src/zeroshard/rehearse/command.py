@@ -179,10 +179,10 @@ def rehearse(options: argparse.Namespace) -> RehearsalOutcome:
 
 
 def _open_local_store() -> TCPStore:
-    """Return the store of the script's own init_process_group(); it listens only on loopback.
+    """Return a store for a script that opens MASTER_ADDR:MASTER_PORT itself; it listens only on loopback.
 
     torch's own store listens on every interface, whatever its address. So the socket is bound here. There is no
-    password: other users of this machine can reach it.
+    password: other users of this machine can reach it. So init_process_group() does not use it: see rank.py.
     """
     from torch._C._distributed_c10d import TCPStore
 

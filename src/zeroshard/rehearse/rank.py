@@ -2,9 +2,10 @@
 
 [Note: what a rehearsal replaces]
 The script runs as `__main__`, as torchrun would run it, in a process that serves only the rehearsal. In this process
-two functions are replaced until the script ends: ``torch.distributed.init_process_group``, where GPUs are missing or
-shared, and ``shard_model``, to know which models are sharded. The rest are public hooks: before and after the step of
-any optimizer, and before the forward of a sharded model.
+two functions are replaced until the script ends: ``torch.distributed.init_process_group``, so that ranks meet in a
+file that other users cannot open, and where GPUs are missing or shared; ``shard_model``, to know which models are
+sharded. The rest are public hooks: before and after the step of any optimizer, and before the forward of a sharded
+model.
 
 [Note: a GPU for several ranks]
 If there are fewer GPUs than ranks, the rehearsal looks to the script like machines with that many GPUs each:
@@ -42,7 +43,9 @@ import torch
 import torch._compile
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -186,6 +189,7 @@ class RankRecorder:
         self._sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[ModelRecord, Engine]]
         self._sharded = weakref.WeakKeyDictionary()
         self._hooks: list[RemovableHandle] = []
+        self._stores = 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -216,7 +220,7 @@ class RankRecorder:
     # -- what is replaced ---------------------------------------------------------------------------------------
 
     def _init_process_group(self, init_process_group: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Join the process group, on gloo if there is no GPU: see [Note: what a rehearsal replaces]."""
+        """Join the process group, in a file and on gloo if there is no GPU: see [Note: what a rehearsal replaces]."""
         bound = inspect.signature(init_process_group).bind(*args, **kwargs)
         settings, arguments = self._settings, bound.arguments
         if not settings.gpus and "nccl" in str(arguments.get("backend")).lower():
@@ -228,6 +232,12 @@ class RankRecorder:
             index = device if isinstance(device, int) else device.index
             if settings.gpus and index is not None:
                 torch.cuda.set_device(index)
+        if arguments.get("init_method") in (None, "env://") and arguments.get("store") is None:
+            arguments.pop("init_method", None)
+            self._stores += 1  # a script may destroy its group and join another: old addresses would stay
+            store = FileStore(os.fspath(self._directory / f"store-{self._stores}"), settings.ranks)
+            store.set_timeout(arguments.get("timeout") or default_pg_timeout)
+            arguments |= {"store": store, "rank": self.record.rank, "world_size": settings.ranks}
         init_process_group(*bound.args, **bound.kwargs)
         backends = str(dist.get_backend_config()).split(",")  # such as "cpu:gloo,cuda:gloo"
         self.record.backend = ", ".join(dict.fromkeys(backend.rpartition(":")[2] for backend in backends))
