@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pairs import at_stages, every_stage
 from plain import (
     ONE_BATCH,
-    adam,
+    adamw,
     assert_close,
     batches,
     copied,
@@ -117,7 +117,7 @@ def test_different_options_are_an_error_on_every_rank_that_names_the_option(opti
 def different_optimizers(rank: int, kind: str) -> str:
     model = make_net()
     if kind == "none on one":
-        optimizer = adam(model) if rank == 0 else None
+        optimizer = adamw(model) if rank == 0 else None
     elif kind == "fewer parameters":
         optimizer = torch.optim.Adam(list(model.parameters())[: None if rank == 0 else 3])
     else:
@@ -187,7 +187,7 @@ def branching(sizes: str) -> InOrder:
 
 def stray(rank: int, sizes: str, how: str, after: int) -> tuple[str, str]:
     """Train; rank 1 takes another way through the blocks from step ``after`` on."""
-    model, optimizer = sharded(branching(sizes), adam, stage=3, timeout=SOON)
+    model, optimizer = sharded(branching(sizes), adamw, stage=3, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(after + 2):
@@ -222,7 +222,7 @@ def test_a_rank_dependent_branch_around_a_unit_names_unit_and_ranks(sizes: str, 
 
 def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
     """Train; in the third step rank 1 leaves out, or adds, one call."""
-    model, optimizer = sharded(branching("equal sizes"), adam, stage=stage, timeout=SOON)
+    model, optimizer = sharded(branching("equal sizes"), adamw, stage=stage, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(4):
@@ -265,7 +265,7 @@ def test_a_rank_that_leaves_out_or_adds_a_call_is_an_error_on_all(how: str, stag
 
 def test_all_ranks_changing_their_way_together_is_not_an_error() -> None:
     def body(rank: int, model):
-        model, optimizer = sharded(model, adam, stage=3, timeout=TIMEOUT)
+        model, optimizer = sharded(model, adamw, stage=3, timeout=TIMEOUT)
         for order in ([0, 1, 2, 3], [0, 1, 2, 3], *STRAYED.values(), [0, 1, 2, 3]):
             model.order = order
             take_step(optimizer, model(torch.ones(2, 8)).square().mean())
@@ -306,7 +306,7 @@ def train_with_a_spoiled_batch(rank: int, world: int, model: nn.Module, stage: i
     """The user's way: catch, agree by an all-reduce of their own, skip the batch together, go on."""
     model, hook = copy.deepcopy(model), Spoiler()
     place(model, where, hook)
-    model, optimizer = zeroshard.shard(model, adam(model), stage=stage, timeout=TIMEOUT)
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, timeout=TIMEOUT)
     raised = 0
     for number, batch in enumerate(batches(5)):
         hook.armed = rank == world - 1 and number == spoiled
@@ -328,7 +328,7 @@ def train_with_a_spoiled_batch(rank: int, world: int, model: nn.Module, stage: i
 
 def plain_without(model: nn.Module, left_out: int) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(model)
-    optimizer = adam(model)
+    optimizer = adamw(model)
     for number, batch in enumerate(batches(5)):
         if number != left_out:
             train_step(model, optimizer, batch)
@@ -360,7 +360,7 @@ def first_forward_fails(rank: int) -> tuple[str, str]:
     """No order is known yet, so the failing rank cannot stand in for the rest of its forward."""
     model, hook = make_net(), Spoiler()
     place(model, "in the middle", hook)
-    model, _ = zeroshard.shard(model, adam(model), stage=3, timeout=SOON)
+    model, _ = zeroshard.shard(model, adamw(model), stage=3, timeout=SOON)
     hook.armed = rank == 1
     try:
         net_loss(model, ONE_BATCH)
@@ -381,7 +381,7 @@ def test_a_failed_forward_leaves_no_full_parameters_in_memory(stage: int) -> Non
     def body(rank: int, model):
         model, hook = copy.deepcopy(model), Spoiler()
         place(model, "in the middle", hook)
-        model, optimizer = zeroshard.shard(model, adam(model), stage=stage)
+        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage)
         train_steps(model, optimizer, shares(batches(2), rank, 2))
         held = zeroshard.report(model).total.now
         hook.armed = True

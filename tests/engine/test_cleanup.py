@@ -16,7 +16,7 @@ from live import live_beyond, live_bytes
 from pairs import every_stage
 from plain import (
     ONE_BATCH,
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     batches,
@@ -55,7 +55,7 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank
 
         def surface():
             places = (torch, torch.nn.functional, torch.nn.Module, torch.nn.Parameter, torch.nn.utils, torch.Tensor,
-                      torch.optim.Optimizer, torch.optim.Adam, torch.autograd, torch.distributed)
+                      torch.optim.Optimizer, torch.optim.AdamW, torch.autograd, torch.distributed)
             return {(str(place), name): id(value) for place in places for name, value in vars(place).items()
                     if not name.startswith("__") and name != "reduce_op" and not isinstance(value, types.ModuleType)}
 
@@ -83,38 +83,38 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank
 
 @every_stage
 def test_sharding_and_training_patch_no_class_and_no_function(stage: int) -> None:
-    places = (torch, nn.functional, nn.Module, nn.Parameter, nn.Linear, torch.Tensor, torch.optim.Adam, Net)
+    places = (torch, nn.functional, nn.Module, nn.Parameter, nn.Linear, torch.Tensor, torch.optim.AdamW, Net)
 
     def surface() -> dict:
         return {(place, name): id(value) for place in places for name, value in vars(place).items()}
 
     def body(rank: int):
-        model, optimizer = zeroshard.shard(model_of[rank], adam(model_of[rank]), stage=stage)
+        model, optimizer = zeroshard.shard(model_of[rank], adamw(model_of[rank]), stage=stage)
         train_step(model, optimizer, ONE_BATCH)
         return type(model), type(model.head), type(optimizer.inner)
 
     plain = make_net()
     model_of = [copy.deepcopy(plain) for _ in range(2)]
-    train_step(plain, adam(plain), ONE_BATCH)  # whatever torch itself loads or wraps at the first use
+    train_step(plain, adamw(plain), ONE_BATCH)  # whatever torch itself loads or wraps at the first use
     run_threads(1, lambda rank: None)
     before = surface()
     classes = run_threads(2, body)
     assert surface() == before
-    assert classes == [(Net, nn.Linear, torch.optim.Adam)] * 2
+    assert classes == [(Net, nn.Linear, torch.optim.AdamW)] * 2
 
 
 def test_two_sharded_models_in_one_process_do_not_meet() -> None:
     first, second, data = make_net(1), make_net(2, width=9), batches(3)
 
     def body(rank: int):
-        a, b = sharded(first, adam, stage=3), sharded(second, adam, stage=2)
+        a, b = sharded(first, adamw, stage=3), sharded(second, adamw, stage=2)
         for batch in data:  # interleaved
             losses = [net_loss(model, split(batch, rank, 2)) for model, _ in (a, b)]
             for loss, (_, optimizer) in zip(losses, (a, b), strict=True):
                 take_step(optimizer, loss)
         return [copied(zeroshard.unwrap(model)) for model, _ in (a, b)]
 
-    wanted = [run_plain(model, adam, data) for model in (first, second)]
+    wanted = [run_plain(model, adamw, data) for model in (first, second)]
     for found in run_threads(2, body):
         for ours, plain in zip(found, wanted, strict=True):
             assert_close(ours, plain)
@@ -155,7 +155,7 @@ def test_unwrap_gives_back_the_plain_model_as_it_was(stage: int, precision: str 
     def body(rank: int):
         model = copy.deepcopy(plain)
         before = dict(model.named_parameters())
-        sharded, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
+        sharded, _ = zeroshard.shard(model, adamw(model), stage=stage, precision=precision)
         returned = zeroshard.unwrap(sharded)
         assert returned is model
         assert all(p is before[name] for name, p in model.named_parameters())
@@ -173,7 +173,7 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
 
     def body(rank: int):
         model = copy.deepcopy(plain)
-        given = adam(model)
+        given = adamw(model)
         model, optimizer = zeroshard.shard(model, given, stage=stage, precision=precision)
         for batch in data[:3]:
             train_step(model, optimizer, split(batch, rank, 2))
@@ -185,7 +185,7 @@ def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, pr
         copy.deepcopy(model)
         return copied(model)
 
-    wanted = run_plain(plain, adam, data)
+    wanted = run_plain(plain, adamw, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted, 1e-6 if precision is None else 0.02)
         assert all(p.dtype == torch.float32 for p in parameters.values())
@@ -197,14 +197,14 @@ def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) 
 
     def body(rank: int):
         model = copy.deepcopy(plain)
-        optimizer = adam(model)
+        optimizer = adamw(model)
         for batch, here in zip(data, (stage, 3 - stage, stage, 0), strict=True):
             model, optimizer = zeroshard.shard(model, optimizer, stage=here)
             train_step(model, optimizer, split(batch, rank, 2))
             model, optimizer = zeroshard.unwrap(model, optimizer)
         return copied(model)
 
-    wanted = run_plain(plain, adam, data)
+    wanted = run_plain(plain, adamw, data)
     for parameters in run_threads(2, body):
         assert_close(parameters, wanted)
 
@@ -224,7 +224,7 @@ def test_sharding_twice_is_an_error_that_names_the_parameter() -> None:
 def warm_up(data: list[torch.Tensor]) -> None:
     """Whatever torch imports at the first use may leave cycles that hold the frames, and the models, of its callers."""
     model = make_net()
-    train_step(model, adam(model), data[0])
+    train_step(model, adamw(model), data[0])
     dist.all_reduce(torch.ones(1))
 
 
@@ -238,7 +238,7 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
     try:
         before = live_bytes()
         for _ in range(times):
-            model, optimizer = sharded(make_net(width=40), adam, stage=stage, precision=precision)
+            model, optimizer = sharded(make_net(width=40), adamw, stage=stage, precision=precision)
             for batch in data:
                 train_step(model, optimizer, split(batch, rank, world))
             with zeroshard.gathered(model):
@@ -291,7 +291,7 @@ def delete_on_a_failure(rank: int, stage: int):
     gc.freeze()
     try:
         before = live_bytes()
-        model, optimizer = sharded(make_net(width=40), adam, stage=stage)
+        model, optimizer = sharded(make_net(width=40), adamw, stage=stage)
         try:
             model("no tokens")
         except (TypeError, AttributeError, RuntimeError) as error:

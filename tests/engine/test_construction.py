@@ -13,7 +13,7 @@ import torch.distributed as dist
 from live import allocated_bytes, live_beyond, live_bytes_at_start
 from pairs import at_stages, every_stage
 from plain import (
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     copied,
@@ -103,7 +103,7 @@ def test_ranks_that_draw_differently_all_get_rank_0_s_values(stage: int, precisi
             for parameter in module.parameters(recurse=False):
                 nn.init.constant_(parameter, rank + 1.25)
 
-        model, _ = sharded(on_meta(GPT, SMALL), adam, stage=stage, precision=precision, init_fn=init)
+        model, _ = sharded(on_meta(GPT, SMALL), adamw, stage=stage, precision=precision, init_fn=init)
         whole = full_parameters(model)
         return whole, {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
@@ -163,7 +163,7 @@ class Normed(nn.Module):
 @every_stage
 def test_batch_norm_buffers_are_initialised_and_used(stage: int, precision: str | None) -> None:
     def body(rank: int):
-        model, optimizer = sharded(on_meta(Normed), adam, stage=stage, precision=precision)
+        model, optimizer = sharded(on_meta(Normed), adamw, stage=stage, precision=precision)
         before = copied_buffers(model)
         model(torch.ones(3, 6) * torch.arange(3)[:, None]).float().square().sum().backward()
         optimizer.step()
@@ -296,7 +296,7 @@ def allocations_of_shard(rank: int, stage: int, world: int, precision: str | Non
 
     def build() -> None:
         model = on_meta(GPT, LARGE)
-        kept.extend(zeroshard.shard(model, adam(model), stage=stage, precision=precision))
+        kept.extend(zeroshard.shard(model, adamw(model), stage=stage, precision=precision))
 
     most, left = allocated_bytes(build)
     return zeroshard.report(kept[0]).total.peak, most, left
@@ -341,7 +341,7 @@ def excess_while_initialising(rank: int, by: str):
     if by == "reset_parameters":
         for block in model.blocks:
             block.mlp_norm = on_meta(Counted, LARGE.width)
-    zeroshard.shard(model, adam(model), stage=3, init_fn=init if by == "init_fn" else None)
+    zeroshard.shard(model, adamw(model), stage=3, init_fn=init if by == "init_fn" else None)
     return seen
 
 
@@ -492,7 +492,7 @@ def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def train_with_a_default_device(rank: int, offload: str | None, directory: str) -> None:
-    model, optimizer = sharded(built(lambda: GPT(SMALL)), adam, precision="fp16", offload=offload)
+    model, optimizer = sharded(built(lambda: GPT(SMALL)), adamw, precision="fp16", offload=offload)
     with torch.device("meta"):  # stands for a GPU: where a host tensor is meant, any other device fails
         optimizer.scale(model(*(2 * [torch.zeros(2, 8, dtype=torch.int64, device="cpu")]))).backward()
         optimizer.clip_grad_norm_(1.0)

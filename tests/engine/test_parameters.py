@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pairs import at_stages, every_stage
 from plain import (
     ONE_BATCH,
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -43,7 +43,7 @@ STAGES = [0, 1, 2, 3]
 
 
 def shard(model: nn.Module, stage: int = 3, **options):
-    return sharded(model, adam, stage=stage, **options)
+    return sharded(model, adamw, stage=stage, **options)
 
 
 # ------------------------------------------------------------------------------------- what is true at rest
@@ -87,7 +87,7 @@ def test_parameters_stay_the_same_objects_through_training() -> None:
     def body(rank: int):
         model = copy.deepcopy(plain)
         before = dict(model.named_parameters())
-        model, optimizer = zeroshard.shard(model, adam(model), stage=3)
+        model, optimizer = zeroshard.shard(model, adamw(model), stage=3)
         for batch in batches(2):
             train_step(model, optimizer, split(batch, rank, 2))
         return all(after is before[name] for name, after in model.named_parameters())
@@ -321,7 +321,7 @@ def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(s
 @every_stage
 def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
     plain = make_net()
-    wanted = run_plain(plain, adam, batches(2))
+    wanted = run_plain(plain, adamw, batches(2))
 
     def body(rank: int):
         model, optimizer = shard(plain, stage)
@@ -601,7 +601,7 @@ def test_training_goes_on_from_what_was_written(stage: int) -> None:
             model.get_parameter(NAME).mul_(-2)
         train_steps(model, optimizer, data)
 
-    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage])
+    assert_same_training(2, make_net(), adamw, batches(2), loop, stages=[stage])
 
 
 @every_stage
@@ -669,7 +669,7 @@ def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
             train_step(model, optimizer, split(batch, rank, 2))
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    wanted = run_plain(plain, adam, data)
+    wanted = run_plain(plain, adamw, data)
     for state in run_threads(2, body):
         assert_close(state, wanted)
 
@@ -737,7 +737,7 @@ def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_same_training(2, make_net(), adam, batches(2), loop, stages=[stage], plain_loop=train_steps)
+    assert_same_training(2, make_net(), adamw, batches(2), loop, stages=[stage], plain_loop=train_steps)
 
 
 # ------------------------------------------------------------------------------- one parameter's states by name
@@ -756,7 +756,7 @@ def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> 
         return gradients, {name: zeroshard.full_state(optimizer, name) for name, _ in model.named_parameters()}
 
     expected = copy.deepcopy(plain)
-    optimizer = adam(expected)
+    optimizer = adamw(expected)
     train_step(expected, optimizer, data[0])
     token_step(expected, data[1])
     wanted = {name: p.grad.clone() for name, p in expected.named_parameters()}

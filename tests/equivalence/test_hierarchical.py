@@ -12,7 +12,7 @@ import torch
 from pairs import at_stages
 from plain import (
     ONE_BATCH,
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -58,13 +58,13 @@ def test_training_gives_the_plain_numbers(stage: int, partition: str, shape, buc
     if (stage, partition, shape) == (3, "hierarchical", (4, 1)):
         pytest.skip("parameters cannot be partitioned over one rank: see below")
     options = {"mesh": shape, "partition": partition, "bucket_size": bucket_size}
-    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], **options)
+    assert_same_training(4, make_net(), adamw, batches(3), stages=[stage], **options)
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_gloo_processes_give_the_plain_numbers(partition: str) -> None:
     options = {"mesh": (2, 2), "partition": partition, "run": run_processes}
-    assert_same_training(4, make_net(), adam, batches(3), stages=[3], **options)
+    assert_same_training(4, make_net(), adamw, batches(3), stages=[3], **options)
 
 
 def skip_on_one_rank(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ def test_all_partitions_that_reduce_alike_give_the_same_bits(options: dict[str, 
     wanted = None
     for partition in ["hybrid", *PARTITIONS]:
         options = {**options, "mesh": (2, 2), "partition": partition}
-        for found in run_stages(4, model, adam, batches(3), stages=(2, 3), **options).values():
+        for found in run_stages(4, model, adamw, batches(3), stages=(2, 3), **options).values():
             wanted = wanted or found
             assert_equal(found, wanted)
 
@@ -188,7 +188,7 @@ HABITS = [train_steps, accumulate, edit, load_weights, average, evaluate_between
 OPTIONS = [{}, {"precision": "bf16", "offload": "host"}]
 
 
-def run_habit(habit: Any, make: Any = adam, **options: Any) -> dict[str, torch.Tensor]:
+def run_habit(habit: Any, make: Any = adamw, **options: Any) -> dict[str, torch.Tensor]:
     return run_ranks(4, make_net(blocks=2), make, batches(4), habit, mesh=(2, 2), stage=3, **options)
 
 
@@ -204,14 +204,14 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters())
 
 
-def adam_of_a_half(model: nn.Module) -> torch.optim.Optimizer:
+def adamw_of_a_half(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of some parameters; the others are frozen or have none."""
     model.embedding.requires_grad_(False)
-    return adam(model.blocks[1:])
+    return adamw(model.blocks[1:])
 
 
 def two(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [adam(model.blocks), sgd(nn.ModuleList([model.embedding, model.head]))]
+    return [adamw(model.blocks), sgd(nn.ModuleList([model.embedding, model.head]))]
 
 
 def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
@@ -222,7 +222,7 @@ def step_in_turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("make", "habit"), [(lamb, train_steps), (adam_of_a_half, train_steps), (two, step_in_turns)])
+@pytest.mark.parametrize(("make", "habit"), [(lamb, train_steps), (adamw_of_a_half, train_steps), (two, step_in_turns)])
 def test_optimizers_of_any_kind_give_the_bits_of_a_hybrid_mesh(make: Any, habit: Any) -> None:
     wanted = run_habit(habit, make)
     for partition in PARTITIONS:
@@ -252,7 +252,7 @@ def test_a_tensor_axis_gives_the_bits_of_a_hybrid_mesh() -> None:
 def test_gradients_are_clipped_by_the_plain_norm() -> None:
     loop = partial(clipped_steps, max_norm=0.5)
     for partition in PARTITIONS:
-        assert_same_training(4, make_net(), adam, batches(3), loop, stages=[3], mesh=(2, 2), partition=partition)
+        assert_same_training(4, make_net(), adamw, batches(3), loop, stages=[3], mesh=(2, 2), partition=partition)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -276,7 +276,7 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
     def body(rank: int, layout: str, is_saved: bool):
         world, shape, options = LAYOUTS[layout]
-        ours, optimizer = sharded(model, adam, mesh=shape, **options)
+        ours, optimizer = sharded(model, adamw, mesh=shape, **options)
         train_steps(ours, optimizer, shares(batches(2, seed=int(is_saved)), rank, world))
         if is_saved:
             zeroshard.save(tmp_path / "saved", ours, optimizer)
@@ -340,7 +340,7 @@ def test_what_cannot_be_partitioned_so_is_an_error() -> None:
             offload = {"optimizer": "host", "parameters": "host"}
             model = make_net()
             mesh = init_device_mesh("cpu", (2, 2))
-            zeroshard.shard(model, adam(model), mesh=mesh, partition="hierarchical", offload=offload, stage=3)
+            zeroshard.shard(model, adamw(model), mesh=mesh, partition="hierarchical", offload=offload, stage=3)
         with pytest.raises(
             ValueError, match=r"partition must be one of 'hybrid', 'hierarchical', 'full', .*, got 'inner'"
         ):

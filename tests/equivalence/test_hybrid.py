@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairs import at_stages, every_stage
 from plain import (
-    adam,
+    adamw,
     assert_close,
     assert_same_training,
     batches,
@@ -37,13 +37,13 @@ CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
 @every_stage
 def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int, ...], bucket_size: int) -> None:
     options = {"mesh": shape, "bucket_size": bucket_size}
-    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], **options)
+    assert_same_training(4, make_net(), adamw, batches(3), stages=[stage], **options)
 
 
 @at_stages(2, 3)
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     options = {"mesh": (2, 2), "run": run_processes}
-    assert_same_training(4, make_net(), adam, batches(3), stages=[stage], **options)
+    assert_same_training(4, make_net(), adamw, batches(3), stages=[stage], **options)
 
 
 @every_stage
@@ -53,7 +53,7 @@ def test_gradients_on_a_mesh_are_clipped_by_the_plain_norm(stage: int) -> None:
         assert min(norms) > 0.5  # each step clips
         return norms
 
-    assert_same_training(4, make_net(), adam, batches(3), loop, stages=[stage], mesh=(2, 2))
+    assert_same_training(4, make_net(), adamw, batches(3), loop, stages=[stage], mesh=(2, 2))
 
 
 def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
@@ -101,9 +101,9 @@ def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
     def body(rank: int):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
         job, place = divmod(rank, 2)
-        return run_rank(place, 2, model, adam, batches(3, seed=job), train_steps, {"mesh": mesh, "stage": 3})
+        return run_rank(place, 2, model, adamw, batches(3, seed=job), train_steps, {"mesh": mesh, "stage": 3})
 
-    wanted = [run_plain(model, adam, batches(3, seed=job)) for job in (0, 1)]
+    wanted = [run_plain(model, adamw, batches(3, seed=job)) for job in (0, 1)]
     for rank, parameters in enumerate(run_threads(4, body)):
         assert_close(parameters, wanted[rank // 2])
 

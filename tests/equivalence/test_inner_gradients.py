@@ -12,7 +12,7 @@ import torch
 from plain import (
     ONE_BATCH,
     Tensors,
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     batches,
@@ -54,7 +54,7 @@ def run_parts(parts: int, model: nn.Module | None = None, **options: Any) -> Ten
     """Train on a mesh of 2 × 2, with so many backwards a step; ``backwards`` is the option of shard()."""
     loop = partial(in_parts, backwards=parts)
     options = {"mesh": (2, 2), "stage": 3, **options}
-    return run_ranks(4, model or make_net(), adam, batches(4, rows=24), loop, **options)
+    return run_ranks(4, model or make_net(), adamw, batches(4, rows=24), loop, **options)
 
 
 LAYOUTS_AND_OPTIONS = [
@@ -74,12 +74,12 @@ def test_training_gives_the_plain_numbers(row: int, backwards: int) -> None:
     stage, shape, options = LAYOUTS_AND_OPTIONS[row]
     # with every row both partitions, with each of them one number of backwards
     options = {"stage": stage, "mesh": shape, "partition": PARTITIONS[(row + backwards // 2) % 2], **options}
-    wanted = run_plain(make_net(), adam, batches(4, rows=24))
+    wanted = run_plain(make_net(), adamw, batches(4, rows=24))
     assert_close(run_parts(backwards, **options), wanted)
 
 
 def test_gloo_processes_give_the_plain_numbers() -> None:
-    wanted = run_plain(make_net(), adam, batches(4, rows=24))
+    wanted = run_plain(make_net(), adamw, batches(4, rows=24))
     assert_close(run_parts(3, partition=PARTITIONS[0], run=run_processes), wanted)
 
 
@@ -308,7 +308,7 @@ class Overflowing(nn.Module):
 
 
 def train_with_overflow(rank: int, options: dict[str, Any]):
-    model, optimizer = sharded(Overflowing(), adam, (2, 2), precision="fp16", stage=3, **options)
+    model, optimizer = sharded(Overflowing(), adamw, (2, 2), precision="fp16", stage=3, **options)
     scales = []
     for number, batch in enumerate(batches(4)):
         for factor in (1.0, 1e6 if number == 2 and rank == 1 else 1.0):
@@ -367,7 +367,7 @@ def test_checkpoints_load_anywhere(here: str, there: str, tmp_path: Path) -> Non
 
     def body(rank: int, layout: str, is_saved: bool):
         world, shape, options = LAYOUTS[layout]
-        ours, optimizer = sharded(model, adam, mesh=shape, **options)
+        ours, optimizer = sharded(model, adamw, mesh=shape, **options)
         data = shares(batches(2, seed=int(is_saved)), rank, world)
         train_steps(ours, optimizer, data)
         token_step(ours, data[0])
@@ -459,11 +459,11 @@ def test_what_cannot_be_partitioned_so_is_an_error() -> None:
         for partition in PARTITIONS:
             for stage in (2, 3):
                 with pytest.raises(ValueError, match=r"gradients over the inner axis of the mesh, which has one rank"):
-                    sharded(make_net(), adam, (4, 1), partition=partition, stage=stage)
+                    sharded(make_net(), adamw, (4, 1), partition=partition, stage=stage)
             with pytest.raises(ValueError, match=r"local_steps=2 averages replicas, and partition='[a-z-]+' has none"):
-                sharded(make_net(), adam, (2, 2), partition=partition, local_steps=2)
+                sharded(make_net(), adamw, (2, 2), partition=partition, local_steps=2)
         with pytest.raises(ValueError, match=r"on the device.*use partition='inner-gradients' to offload them"):
             offload = {"optimizer": "host", "parameters": "host"}
-            sharded(make_net(), adam, (2, 2), partition=PARTITIONS[0], offload=offload, stage=3)
+            sharded(make_net(), adamw, (2, 2), partition=PARTITIONS[0], offload=offload, stage=3)
 
     run_threads(4, body)

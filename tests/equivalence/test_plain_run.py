@@ -12,7 +12,6 @@ from pairs import at_stages, every_stage
 from plain import (
     ONE_BATCH,
     Tensors,
-    adam,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -418,7 +417,7 @@ def test_the_state_dict_has_the_states_of_a_parameter_without_elements(stage: in
 def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
     def body(rank: int) -> list[float]:
         saved = torch.optim.Adam(copy.deepcopy(net()).parameters(), lr=0.125).state_dict()
-        _, optimizer = sharded(net(), partial(adam, lr=1.0), stage=stage)
+        _, optimizer = sharded(net(), of_all("Adam"), stage=stage)
         optimizer.load_state_dict(saved)
         return [group["lr"] for group in optimizer.inner.param_groups]
 
@@ -427,7 +426,7 @@ def test_a_loaded_state_dict_sets_its_hyperparameters(stage: int) -> None:
 
 def test_a_state_dict_of_other_groups_is_refused() -> None:
     other = torch.optim.Adam(nn.Linear(2, 2).parameters()).state_dict()
-    _, optimizer = sharded(make_net(), adam)
+    _, optimizer = sharded(make_net(), of_all("Adam"))
     with pytest.raises(ValueError, match="groups of"):
         optimizer.load_state_dict(other)
 

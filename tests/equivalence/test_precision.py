@@ -12,14 +12,16 @@ from pairs import at_stages, every_stage, pairwise
 from plain import (
     ONE_BATCH,
     Tensors,
-    adam,
+    adamw,
     assert_close,
     assert_equal,
     batches,
     copied,
     full_parameters,
     masters,
+    momentum,
     net_loss,
+    of,
     sgd,
     sharded,
     shares,
@@ -49,17 +51,13 @@ def net() -> nn.Module:
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "SGD fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    "SGD": momentum,
+    "SGD fused": partial(momentum, fused=True),
+    "AdamW": adamw,
+    "AdamW fused": partial(adamw, fused=True),
+    "Adagrad": of(torch.optim.Adagrad, lr=1e-2),
 }
 every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return OPTIMIZERS["AdamW"](model)
 
 
 class Reference:
@@ -239,7 +237,7 @@ def memory(rank: int, stage: int, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of each state at rest, after a step, before zero_grad."""
     model, optimizer = sharded(
         nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False)),
-        partial(adam, fused=True),
+        partial(adamw, fused=True),
         stage=stage,
         **options,
     )

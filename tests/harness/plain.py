@@ -125,13 +125,11 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
     return momentum(model, weight_decay=0.01)
 
 
-def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Return Adam with the epsilon of adamw(): with torch's, a wrong scale of gradients would not show."""
-    return torch.optim.Adam(model.parameters(), **{"lr": 0.01, "eps": 1e-3, **options})
-
-
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Return AdamW with an epsilon above the rounding errors of gradients, which it would scale up to a full step."""
+    """Return AdamW with an epsilon above the rounding errors of gradients, which it would scale up to a full step.
+
+    With torch's epsilon a step has one size whatever the gradient's is, and a wrong scale would not show.
+    """
     return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3, **options})
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairs import at_stages, pairwise
 from plain import (
-    adam,
+    adamw,
     assert_close,
     assert_same_training,
     full_parameters,
@@ -717,7 +717,7 @@ def test_step_counts_and_options_of_earlier_versions_are_loaded_as_by_torch(kind
 
 
 def test_a_loaded_state_dict_does_not_change_with_the_optimizer() -> None:
-    _, optimizer = sharded(nn.Linear(3, 2), partial(adam, lr=torch.tensor(0.5)), stage=2)
+    _, optimizer = sharded(nn.Linear(3, 2), partial(adamw, lr=torch.tensor(0.5)), stage=2)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does

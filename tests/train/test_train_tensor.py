@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from plain import adam, mesh_of, sharded
+from plain import adamw, mesh_of, sharded
 from ranks import run_processes, run_threads
 from safetensors.torch import load_file
 from test_train_command import BRIEF, SHORT_TEXT, SMALL, held_out, kept_weights, losses, record, trained
@@ -271,7 +271,7 @@ def test_the_states_of_a_divided_gpt_are_predicted_to_the_byte(
         predicted = predict_memory(gpt(), ranks=4, tensor=shape[1], **options)
 
     def body(rank: int) -> dict[str, int]:
-        model, optimizer = sharded(gpt(), adam, mesh=mesh_of(shape, "shard tensor"), timeout=20, **options)
+        model, optimizer = sharded(gpt(), adamw, mesh=mesh_of(shape, "shard tensor"), timeout=20, **options)
         model(tokens, tokens).backward()
         optimizer.step()
         assert count_matmul_params(model) == count_matmul_params(gpt())  # whole, also where the values are not there
