@@ -844,6 +844,30 @@ def test_all_gradients_can_be_set_by_hand(stage: int) -> None:
         assert_same_as_plain(loop, world, stage=stage)
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
+@every_stage
+@every_place
+def test_the_closure_of_a_step_may_read_and_replace_gradients(options: dict[str, Any], stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        norms = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = scaled(optimizer, square_loss(model, data()))
+            loss.backward()
+            norms.append(sum(p.grad.float().norm().item() for p in model.parameters()))
+            model.scale.grad *= 0.5
+            model.blocks[0][0].bias.grad = model.blocks[0][0].bias.grad.clamp(min=0)
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return norms
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
+
+
 @every_stage
 def test_a_gradient_of_another_shape_is_refused(stage: int) -> None:
     def body(rank: int) -> None:

@@ -115,6 +115,8 @@ def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
             return
         code = frame.f_code
         owner = frame.f_locals.get("self") if "self" in code.co_varnames[:1] else None
+        if type(owner).__name__ == "ShardedOptimizer":
+            return  # its step() runs the user's closure
         if isinstance(owner, torch.optim.Optimizer):
             parameters = [other for group in owner.param_groups for other in group["params"]]
             if code.co_name == "add_param_group" or any(other is parameter for other in parameters):
