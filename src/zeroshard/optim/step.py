@@ -339,13 +339,11 @@ class TorchUpdater:
         with self.slice_guard.allow_step(parameters):  # clears the gradients on exit
             self._set_gradients(batch, buffer, grad_scale)
             with self.whole.gathered(whole, grad_scale, following) if whole else nullcontext():
-                if self._is_single_call:  # hooks and custom steps may keep a reference
-                    self._engine.gradients.memory.is_exposed = True
                 groups, values, grads = self._inner.param_groups, [], []
                 if self._is_single_call:
+                    self._engine.gradients.memory.is_exposed = True  # hooks and custom steps may keep a reference
                     values = [(parameter, parameter.data) for group in groups for parameter in group["params"]]
                     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-                if self._is_single_call:
                     step_without_global_hooks(self._inner)
                 elif type(self._inner) is torch.optim.Muon:
                     step_in_batches(self._inner)
