@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pairs import at_stages, every_stage, pairwise
 from plain import assert_close, full_parameters, masters, scaled, square_loss, take_step
-from ranks import run_processes, run_threads
+from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zoo import built
@@ -718,6 +718,9 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "unbind": lambda g: g.unbind()[2].sub_(1),
     "chunk": lambda g: torch._foreach_mul_(list(g.chunk(2)), 0.5),
     "split": lambda g: g.split(3, dim=1)[1].index_put_((torch.tensor([0]),), torch.zeros(())),
+    "unsafe split": lambda g: torch.unsafe_split(g, 3)[0].zero_(),
+    "unsafe chunk": lambda g: torch.unsafe_chunk(g, 2, dim=1)[1].mul_(2),
+    "unsafe view": lambda g: torch.ops.aten._unsafe_view(g, [35]).zero_(),
     "diagonal": lambda g: g.diagonal().zero_(),
     "fill_diagonal": lambda g: g.fill_diagonal_(0),
     "as_strided": lambda g: g.as_strided((2,), (1,)).normal_(),
@@ -839,6 +842,151 @@ def test_all_gradients_can_be_set_by_hand(stage: int) -> None:
                 parameter.grad = gradient
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, stage=stage)
+
+
+def held(model: Any) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def swap(model: Any) -> None:
+    first, second = model.blocks[0][0], model.blocks[1][0]
+    first.weight.grad, second.weight.grad = second.weight.grad, first.weight.grad
+
+
+def share(model: Any) -> None:
+    model.blocks[0][0].bias.grad = model.blocks[1][0].bias.grad
+
+
+def share_data(model: Any) -> None:
+    model.blocks[0][0].weight.grad = model.blocks[2][0].weight.grad.data
+
+
+def share_a_view(model: Any) -> None:
+    model.blocks[0][0].weight.grad = model.blocks[0][2].weight.grad.t()
+
+
+def share_where_none_is(model: Any) -> None:
+    model.blocks[0][0].weight.grad = None
+    share_data(model)
+
+
+@pytest.mark.guarantee("Gradients that are read and changed")
+@every_stage
+@pytest.mark.parametrize("share", [swap, share, share_data, share_a_view, share_where_none_is])
+@pytest.mark.parametrize("options", [{}, HOST, BF16, FP16], ids=str)
+def test_two_parameters_cannot_share_a_gradient(options: dict[str, Any], share: Any, stage: int) -> None:
+    def body(rank: int, world: int) -> None:
+        model, optimizer = sharded(world, stage=stage, **options)
+        for _ in range(2):
+            scaled(optimizer, square_loss(model, part(rank, world))).backward()
+            last = model.blocks[2][2].bias.grad.clone()
+            with pytest.raises(RuntimeError, match=r"'blocks\.0\.0\.\w+' was set to another parameter's.*clone\(\)"):
+                share(model)
+            assert torch.equal(model.blocks[2][2].bias.grad, last)
+            model.blocks[2][0].weight.grad = model.blocks[1][0].weight.grad * 2
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for world in (1, 2):
+        run_threads(world, body, world)
+
+
+def put_back_after_zero_grad(model: Any, optimizer: Any, data: Any) -> None:
+    kept = held(model)
+    optimizer.zero_grad()
+    square_loss(model, data(2)).backward()
+    for p, gradient in zip(model.parameters(), kept, strict=True):
+        p.grad = gradient
+
+
+def put_back_after_clearing_each(model: Any, optimizer: Any, data: Any) -> None:
+    kept = held(model)
+    for p in model.parameters():
+        p.grad = None
+    for p, gradient in zip(model.parameters(), kept, strict=True):
+        p.grad = gradient
+
+
+def add_two(model: Any, optimizer: Any, data: Any) -> None:
+    """Gradients of two losses that are taken from the parameters, and added."""
+    kept = held(model)
+    for p in model.parameters():
+        p.grad = None
+    square_loss(model, data(2)).backward()
+    for p, gradient in zip(model.parameters(), kept, strict=True):
+        p.grad += gradient
+
+
+def write_one_that_was_cleared(model: Any, optimizer: Any, data: Any) -> None:
+    gradient = model.scale.grad
+    model.scale.grad = None
+    square_loss(model, data(2)).backward()
+    gradient.zero_()
+
+
+def read_one_that_was_replaced(model: Any, optimizer: Any, data: Any) -> None:
+    gradient = model.scale.grad
+    model.scale.grad = gradient * 3
+    model.scale.grad += gradient.sign()
+
+
+def keep_differences(model: Any, optimizer: Any, data: Any) -> None:
+    earlier = model.scale.grad
+    for seed in (2, 3):
+        optimizer.zero_grad()
+        square_loss(model, data(seed)).backward()
+        model.scale.grad, earlier = model.scale.grad - earlier, model.scale.grad
+
+
+@pytest.mark.guarantee("Gradients that are read and changed")
+@every_stage
+@pytest.mark.parametrize(
+    "use",
+    [
+        put_back_after_zero_grad,
+        put_back_after_clearing_each,
+        add_two,
+        write_one_that_was_cleared,
+        read_one_that_was_replaced,
+        keep_differences,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, HOST], ids=["device", "host"])
+def test_a_gradient_that_is_held_is_the_users_or_is_refused(options: dict[str, Any], use: Any, stage: int) -> None:
+    """After its parameter got another one: where a rank has all of it, it keeps its values, as in a plain loop."""
+
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for seed in (1, 2):
+            square_loss(model, data(seed)).backward()
+            use(model, optimizer, data)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_as_plain(loop, 1, stage=stage, **options)
+    if stage == 0:
+        assert_same_as_plain(loop, 2, stage=stage, **options)
+        return
+    with pytest.raises(RanksFailed, match=r"gradient of '\S+' was (set to .* cleared|cleared or replaced)"):
+        assert_same_as_plain(loop, 2, stage=stage, **options)
+
+
+@pytest.mark.guarantee("Gradients that are read and changed")
+@every_stage
+def test_what_else_is_assigned_is_the_gradient_or_a_copy(stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        square_loss(model, data()).backward()
+        weight = model.blocks[0][0].weight
+        for gradient in (weight.grad, weight.grad.data, weight.grad.detach(), copy.copy(weight.grad)):
+            weight.grad = gradient
+            gradient.mul_(2)
+        weight.grad = weight.grad.view(35).view(7, 5)
+        weight.grad = weight.grad.contiguous().float()
+        model.blocks[1][0].weight.grad = weight.grad.clone()
+        weight.grad.mul_(2)
+        optimizer.step()
 
     for world in (1, 2):
         assert_same_as_plain(loop, world, stage=stage)

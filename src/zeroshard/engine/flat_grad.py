@@ -35,9 +35,10 @@ import math
 import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
@@ -64,7 +65,8 @@ class FlatGrad:
         self.has_local_sum = False
         self.has_shard = False
         self.is_param_used = [False] * len(flat.parameters)  # has got a gradient on this rank since zero_grad()
-        self.clear_count = 0  # how often the gradients of all parameters were set to None
+        # valid values of ``parameter.grad`` that the user may hold, tensors or handles → the parameter's index
+        self.exposed: Any = WeakIdKeyDictionary()
         # by norm type (infinity only under fp16) and by bucket, if offloaded: recorded before the copy
         self.norms: dict[float, dict[int, list[torch.Tensor]]] = {2.0: {}, math.inf: {}}
         self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
@@ -137,8 +139,9 @@ class FlatGrad:
     def clear(self) -> None:
         """Set the gradients of all parameters to None."""
         pop_autograd_grads(self.flat.parameters)
+        if self.exposed:
+            give_away(self.exposed, *self.exposed.values())
         self.is_param_used = [False] * len(self.is_param_used)
-        self.clear_count += 1
         self.has_local_sum = self.has_shard = False
 
     def zero(self) -> None:
@@ -153,6 +156,7 @@ class FlatGrad:
 
     def clear_param(self, index: int) -> None:
         """Clear the gradient of one parameter."""
+        give_away(self.exposed, index)
         self.is_param_used[index] = False
         pop_autograd_grads(self.flat.parameters[index : index + 1])
         self.zero_param(index)
@@ -213,6 +217,15 @@ def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
     segment_count = min(max(MIN_SEGMENTS, -(-sum(sizes) // max_full_size)), MAX_SEGMENTS)
     doubled_middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     return [min(segment_count * middle // doubled_total, segment_count - 1) for middle in doubled_middles]
+
+
+def give_away(exposed: Any, *indices: int) -> None:
+    """Separate gradients that the user has read from parameters that get others: a tensor gets memory of its own."""
+    for gradient, index in [*exposed.items()]:
+        if index in indices:
+            del exposed[gradient]
+            if isinstance(gradient, torch.Tensor):
+                gradient.data = gradient.clone()
 
 
 class GradListener(Protocol):

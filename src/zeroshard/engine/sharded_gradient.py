@@ -12,6 +12,10 @@ reduce dtype, perhaps in host memory, perhaps multiplied by the loss scale. It s
 
 Anything else raises before it changes anything. All ranks must call an operation that communicates, as they call
 ``backward()``. It goes through the recorded order of collectives, so that the error names a rank that does not call it.
+
+``parameter.grad = tensor`` copies: no memory is shared with the tensor, so another parameter's gradient is refused.
+What was read as ``parameter.grad`` is in ``FlatGrad.exposed`` until its parameter is cleared or gets another gradient.
+Then a ShardedGradient becomes invalid, and a tensor that views the shard gets memory of its own, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, partialmethod
+from itertools import chain
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -29,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from zeroshard.comm import Communicator
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad, compute_norms
+from zeroshard.engine.flat_grad import FlatGrad, compute_norms, give_away
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.param_data import get_autograd_grad, pop_autograd_grads
 from zeroshard.engine.parameter import ParamInfo
@@ -74,12 +80,16 @@ class ParamGrads:
         axes = self.comm.shard_axis, self.comm.tensor_axis
         # replicas that train alone: a GradScaler must learn of an overflow on any of them
         if any(axis.size > 1 for axis in (*axes, self.comm.average_axis)) or self.is_scaled:
-            return ShardedGradient(ParamGradHandle(self, gradient, info.index, gradient.clear_count))
+            handle = ParamGradHandle(self, gradient, info.index)
+            gradient.exposed[handle] = info.index
+            return ShardedGradient(handle)
         gradients.scaling.apply()
         self.state_guard.invalidate_speculation()  # the user may write into the result
         gradients.prepare_write(gradient)
         gradients.memory.is_exposed = True
-        return flat.view(gradient.shard, info.index)
+        view = flat.view(gradient.shard, info.index)
+        gradient.exposed[view] = info.index
+        return view
 
     def set(self, info: ParamInfo, value: torch.Tensor | None) -> None:
         """Clear the gradient of one parameter, or replace it by the full gradient that all ranks pass."""
@@ -87,6 +97,23 @@ class ParamGrads:
         if flat is None or value is None:
             self.clear(info)
             return
+        gradient, flat_grads = self.get(info), self.gradients.flat_grads
+        exposed, is_whole = getattr(flat_grads.get(flat), "exposed", {}), type(value) is ShardedGradient
+        if isinstance(value, ShardedGradient):
+            is_shared = is_whole or value.handle.name != info.name
+            is_own = is_whole and exposed.get(value.handle) == info.index
+        else:
+            shards = chain.from_iterable(map(attrgetter("bucket_shards"), flat_grads.values()))
+            is_shared = any(map(partial(torch._C._is_alias_of, value), shards))  # type: ignore[attr-defined]
+            is_own = is_shared and gradient is not None and gradient.is_set_to(value)
+        if is_own:
+            return
+        if is_shared:
+            raise RuntimeError(
+                f"the gradient of {info.name!r} was set to another parameter's, to one that was cleared, or to a view "
+                "of one: they would share memory, which zeroshard cannot do. Assign a copy (tensor.clone())"
+            )
+        give_away(exposed, info.index)
         gradient = self.get(info)
         if gradient is not None:
             write_full_grad(info.name, gradient, value)
@@ -126,7 +153,6 @@ class ParamGradHandle:
     param_grads: ParamGrads
     flat_grad: FlatGrad
     index: int
-    clear_count: int  # of ``flat_grad``, when ``parameter.grad`` was read
 
     @property
     def gradients(self) -> Gradients:
@@ -147,10 +173,10 @@ class ParamGradHandle:
     def finish_reduction(self, what: str) -> None:
         """Reduce pending gradients on all ranks; raise if this gradient was cleared."""
         self.param_grads.state_guard.check_states_reloaded()
-        if self.clear_count != self.flat_grad.clear_count or not self.flat_grad.is_param_used[self.index]:
+        if self not in self.flat_grad.exposed:
             raise RuntimeError(
-                f"this gradient of {self.name!r} was cleared after parameter.grad was read: read it again after the "
-                "next backward(), or keep parameter.grad.clone()"
+                f"this gradient of {self.name!r} was cleared or replaced after parameter.grad was read: read it "
+                "again, or keep parameter.grad.clone()"
             )
         self.param_grads.order.begin_pass(what)
         self.gradients.sync_used_params()
@@ -269,7 +295,8 @@ class ShardedGradient(torch.Tensor):
                 _refuse(value, name)
         args, options = _gather_sharded_grads((args, options))
         result = func(*args, **options)
-        return pytree.tree_map(partial(GradientPart, first.handle.name), result) if func.is_view else result
+        is_view = func.is_view or "unsafe" in name  # such as unsafe_split: a view that autograd does not track
+        return pytree.tree_map(partial(GradientPart, first.handle.name), result) if is_view else result
 
     @property
     def data(self) -> torch.Tensor:
@@ -294,6 +321,8 @@ class ShardedGradient(torch.Tensor):
     def tolist(self) -> Any:
         """Return the full gradient; all ranks call it together."""
         return self.handle.full().tolist()
+
+    __copy__ = torch.Tensor.detach  # as copies of a tensor share its memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return the full gradient; all ranks call it together."""
@@ -334,9 +363,8 @@ def write_full_grad(name: str, gradient: torch.Tensor, value: torch.Tensor) -> N
     shape = getattr(value, "shape", value)
     if shape != gradient.shape:
         raise ValueError(f"the gradient of {name!r} is a tensor of shape {tuple(gradient.shape)}, got {shape}")
-    if not isinstance(value, ShardedGradient) or value.handle != getattr(gradient, "handle", None):
-        with torch.no_grad():
-            gradient.copy_(value)
+    with torch.no_grad():
+        gradient.copy_(value)
 
 
 def _gather_sharded_grads(values: Any) -> Any:
