@@ -374,23 +374,25 @@ def _gather_sharded_grads(values: Any) -> Any:
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply by the inverse of ``torch.amp.GradScaler``'s scale, and set ``found_inf`` for inf/NaN on any rank."""
-    sharded = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
-    plain = [gradient for gradient in gradients if type(gradient) is not ShardedGradient]
+    plain: list[torch.Tensor] = []
+    by_model: dict[ParamGrads, list[ParamGradHandle]] = {}
+    for gradient in gradients:
+        if type(gradient) is ShardedGradient:
+            by_model.setdefault(gradient.handle.param_grads, []).append(gradient.handle)
+        else:
+            plain.append(gradient)
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inverse_scale)
-    by_model: dict[Gradients, list[ParamGradHandle]] = {}
-    for gradient in sharded:
-        by_model.setdefault(gradient.handle.gradients, []).append(gradient.handle)
-    for model, handles in by_model.items():
+    for param_grads, handles in by_model.items():
+        comm, model = param_grads.comm, param_grads.gradients
         if any(flat.spec.has_error_feedback for flat in model.flat_grads):
             raise ValueError(
                 "error_feedback=True with torch.amp.GradScaler: when its scale changes, what is left of the last "
                 "gradient still has the old scale, and is added to gradients of the new one. Leave out one of them: "
                 'precision="bf16" needs no scale'
             )
-        first = handles[0]
         shards = [shard for handle in handles for _, shard in handle.writable_shards() if shard.numel()]
-        overflow = torch.zeros((), device=first.param_grads.comm.device)
+        overflow = torch.zeros((), device=comm.device)
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for shard in shards:
             groups.setdefault((shard.device, shard.dtype), []).append(shard)
@@ -398,14 +400,13 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
             norms = torch.stack(compute_norms(group, math.inf)).to(overflow.device)
             overflow = torch.maximum(overflow, torch.logical_not((norms < math.inf).all()).float())
         what = "look for overflow"
-        first.param_grads.order.check(what)
-        comm = first.param_grads.comm
+        param_grads.order.check(what)
         comm.all_reduce_over_mesh(overflow, what, dist.ReduceOp.MAX)
         if comm.average_axis.size > 1:  # replicas that train alone skip together: they count the same steps
             comm.all_reduce(overflow, comm.average_axis, what, dist.ReduceOp.MAX).wait()
         found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.device)))
         used_count = sum(sum(gradient.is_param_used) for gradient in model.flat_grads.values())
-        factor = inverse_scale.to(first.param_grads.comm.device)
+        factor = inverse_scale.to(comm.device)
         if len({(handle.flat_grad, handle.index) for handle in handles}) == used_count:
             model.scaling.clip(factor.clone())
         else:
