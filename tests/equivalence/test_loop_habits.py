@@ -1114,6 +1114,30 @@ def test_a_parameter_frozen_on_one_rank_is_noticed(reads: bool, stage: int) -> N
         assert "'blocks.1.0.bias' is frozen on this rank" in told
 
 
+def _adds_groups(rank: int, stage: int, blocks: list[list[int]]) -> str:
+    model, optimizer = sharded(2, first, stage=stage)
+    try:
+        for block in blocks[rank]:
+            optimizer.add_param_group({"params": model.blocks[block].parameters()})
+        for _ in range(2):
+            take_step(optimizer, square_loss(model, part(rank, 2)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def first(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
+
+
+@pytest.mark.guarantee("Ranks that disagree")
+@every_stage
+@pytest.mark.parametrize("blocks", [[[], [1]], [[1], [2]], [[1, 2], [2, 1]]], ids=["one rank", "others", "order"])
+def test_groups_that_are_not_added_on_all_ranks_are_noticed(blocks: list[list[int]], stage: int) -> None:
+    for told in run_processes(2, _adds_groups, stage, blocks):
+        assert "ranks disagree: rank" in told and ("add_param_group()" in told or "add a group of ['blocks." in told)
+
+
 @every_stage
 def test_parameters_may_be_frozen_on_all_ranks(stage: int) -> None:
     def body(rank: int) -> None:

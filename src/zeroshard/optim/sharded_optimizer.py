@@ -297,6 +297,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         engine, names = self._engine, self._groups.check_addable(params)
         engine.state_guard.check_not_gathered("add_param_group()")
+        engine.order.begin_pass("add_param_group()")
+        engine.order.check(f"add a group of {names}")
         new_group, config = {**self.inner.defaults, **param_group, "params": params}, engine.context.config
         check_empty_groups([*self._groups.as_named(), new_group])
         (needs_whole,) = find_whole_param_groups(self.inner, config.elementwise, _update_dtype(config), [new_group])
