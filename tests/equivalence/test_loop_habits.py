@@ -1016,6 +1016,34 @@ def test_the_closure_of_a_step_may_read_and_replace_gradients(options: dict[str,
         assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
 
 
+@pytest.mark.guarantee("Gradients that are read and changed")
+@every_stage
+@every_place
+def test_lists_of_gradients_are_changed_and_what_is_held_shows_it(options: dict[str, Any], stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        norms = []
+        for seed in (1, 2, 3):
+            for p in model.parameters():  # as optimizers did before zero_grad() had an option
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
+            scaled(optimizer, square_loss(model, data(seed))).backward()
+            gradients = held(model)
+            torch._foreach_addcmul_(gradients, gradients, gradients, 0.5)
+            torch._foreach_addcdiv_(gradients, gradients, [torch.full_like(g, 2.0) for g in gradients], 0.25)
+            torch._foreach_mul_(gradients, [1.0 / (1 + index) for index in range(len(gradients))])
+            if isinstance(optimizer, zeroshard.ShardedOptimizer):
+                optimizer.clip_grad_norm_(0.05)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            norms.append(sum(gradient.float().norm().item() for gradient in gradients))
+            optimizer.step()
+        return norms
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
+
+
 @every_stage
 def test_a_gradient_of_another_shape_is_refused(stage: int) -> None:
     def body(rank: int) -> None:

@@ -77,9 +77,9 @@ class ParamGrads:
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
-        axes = self.comm.shard_axis, self.comm.tensor_axis
+        comm = self.comm
         # replicas that train alone: a GradScaler must learn of an overflow on any of them
-        if any(axis.size > 1 for axis in (*axes, self.comm.average_axis)) or self.is_scaled:
+        if any(axis.size > 1 for axis in (comm.shard_axis, comm.tensor_axis, comm.average_axis)) or self.is_scaled:
             handle = ParamGradHandle(self, gradient, info.index)
             gradient.exposed[handle] = info.index
             return ShardedGradient(handle)
@@ -87,7 +87,7 @@ class ParamGrads:
         self.state_guard.invalidate_speculation()  # the user may write into the result
         gradients.prepare_write(gradient)
         gradients.memory.is_exposed = True
-        view = flat.view(gradient.shard, info.index)
+        view = flat.view(gradient.shard, info.index).detach()  # not a view for autograd: it can be detached in place
         gradient.exposed[view] = info.index
         return view
 
@@ -274,18 +274,20 @@ class ShardedGradient(torch.Tensor):
             if name in ELEMENTWISE_OPS:
                 first.handle.apply_elementwise(name, func, *_gather_sharded_grads((args[1:], options)))
                 return first
-        is_list = isinstance(first, (list, tuple)) and any(type(grad) is ShardedGradient for grad in first)
-        if is_list and name == "_foreach_norm":
-            return [torch.linalg.vector_norm(grad, *args[1:2], **options) for grad in first]
-        if is_list and name == "_amp_foreach_non_finite_check_and_unscale_":
-            _unscale(*args)
-            return None
-        if is_list and name.startswith("_foreach_") and name.removeprefix("_foreach_") in ELEMENTWISE_OPS:
-            operation = getattr(torch.Tensor, name.removeprefix("_foreach_"))
-            for index, grad in enumerate(first):
-                operands = [value[index] if isinstance(value, (list, tuple)) else value for value in args[1:]]
-                operation(grad, *operands, **options)
-            return None
+        single = name.removeprefix("_foreach_")
+        if isinstance(first, (list, tuple)) and any(type(grad) is ShardedGradient for grad in first):
+            if name == "_foreach_norm":
+                return [torch.linalg.vector_norm(grad, *args[1:2], **options) for grad in first]
+            if name == "_amp_foreach_non_finite_check_and_unscale_":
+                _unscale(*args)
+                return None
+            if single in ELEMENTWISE_OPS:
+                for index, grad in enumerate(first):
+                    operands = [value[index] if isinstance(value, (list, tuple)) else value for value in args[1:]]
+                    if len(operands) > 2:  # addcmul_, addcdiv_: a factor after two tensors
+                        options["value"] = operands.pop()
+                    getattr(grad, single)(*operands, **options)
+                return None
         written = list(options.values())  # such as ``out``
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if func.namespace == "c10d" or getattr(argument.alias_info, "is_write", False):

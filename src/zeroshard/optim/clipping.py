@@ -17,7 +17,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of the groups' parameters to a norm of at most ``max_norm``; return the norm before.
 
-    If every parameter is in a group, the coefficient is only recorded: the step applies it.
+    If every parameter is in a group, and nobody has read one's gradient, the coefficient is only recorded: the step
+    applies it.
     """
     if norm_type not in (2, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, got {norm_type!r}")
@@ -27,7 +28,7 @@ def clip_grad_norm(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"the gradient norm is {norm.item()}: the gradients were not clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if groups.own.has_ungrouped:
+    if groups.own.has_ungrouped or gradients.memory.is_exposed:  # a tensor that the user has read must show it
         _prepare_write(engine, groups)
         gradients.scaling.multiply(groups.grad_shards(), coefficient)
     else:
