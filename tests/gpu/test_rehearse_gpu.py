@@ -40,6 +40,5 @@ def test_a_script_for_a_cluster_runs_unchanged_on_one_gpu(
     assert not any("killed" in note for note in found["notes"]), found["notes"]  # the ranks ended by themselves
     if not ON_GLOO:
         gpus = torch.cuda.device_count()
-        assert [record["device"] for record in found["records"]] == [f"cuda:{rank % gpus}" for rank in range(2)]
-        assert all(record["reserved"] >= record["allocated"] > 0 for record in found["records"])
+        assert all(record["allocated"] > 0 for record in found["records"])
         assert len(found["notes"]) == (1 if gpus < 2 else 0)  # device_id= is dropped if the ranks share the GPU
