@@ -496,7 +496,11 @@ def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "words"),
     [
         (["tinny"], "did you mean 'tiny'"),
-        (["tiny", "--layers", "100000"], "--layers is at most 4,096, got 100,000"),
+        (
+            ["tiny", "--layers", "100000"],
+            "a GPT has at most 4,096 layers and 100,000,000,000,000 parameters, got 100,000",
+        ),
+        (["tiny", "--width", "10000000", "--heads", "4"], "layers and 100,000,000,000,000 parameters, got 4 and 4,800"),
         (["tiny", "--memory", "1kB"], "memory must be more than the 629145600 bytes"),
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
         (["tiny", "--machine", "dgx2", "--precision", "bf16"], "use precision='fp16'"),

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02  # of every matrix except the residual projections
+MAX_LAYERS = 4096  # the sizes to which models are planned; beyond, a plan would take hours, or all memory
+MAX_PARAMETERS = 10**14
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class GPTConfig:
             raise ValueError(
                 f"GPTConfig.width must be a multiple of its {self.heads} heads, got {self.width}: use a width of "
                 f"{self.width - self.width % self.heads or self.heads}, or another number of heads"
+            )
+        if self.layers > MAX_LAYERS or self.parameters > MAX_PARAMETERS:
+            raise ValueError(
+                f"a GPT has at most {MAX_LAYERS:,} layers and {MAX_PARAMETERS:,} parameters, got {self.layers:,} and "
+                f"{self.parameters:,}"
             )
 
     @property

@@ -161,10 +161,8 @@ def _parse_replicas(text: str) -> list[int | str]:
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.planner import JSON_VERSION
     from zeroshard.planner.commands.simulate_output import network_table, simulation_table, simulation_to_dict
-    from zeroshard.planner.scaling import DEVICE_COUNTS, MAX_LAYERS, simulate
+    from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
 
-    if (options.layers or 0) > MAX_LAYERS:
-        raise ValueError(f"--layers is at most {MAX_LAYERS:,}, got {options.layers:,}")
     machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
     options.precision = options.precision or machine.default_precision
     default_counts = [NETWORK_NODES * machine.devices] if options.network else list(DEVICE_COUNTS)

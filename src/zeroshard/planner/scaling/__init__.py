@@ -1,7 +1,6 @@
 """Simulate training on any number of devices, and find the largest model."""
 
 from zeroshard.planner.scaling.largest_model import (
-    MAX_LAYERS,
     LargestModel,
     find_deepest_member,
     find_family,
@@ -19,7 +18,6 @@ from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 __all__ = [
     "DEVICE_COUNTS",
-    "MAX_LAYERS",
     "WAIT_KINDS",
     "LargestModel",
     "ScalingPoint",

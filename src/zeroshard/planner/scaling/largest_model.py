@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.models import GPT
+from zeroshard.models.gpt import GPT, MAX_LAYERS
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, usage_fractions
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TRACED_DEPTHS, ModelFamily, TracedModel
 
 FIRST_DEPTHS = (TRACED_DEPTHS[1], TRACED_DEPTHS[1] + 6)  # depths of the first linear extrapolation
-MAX_LAYERS = 4096  # deeper models are not considered
 
 
 def gpt_family(config: Any, kind: type[GPT] = GPT) -> ModelFamily:
