@@ -386,22 +386,3 @@ def generate(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_rank_generates_as_the_plain_model(stage: int) -> None:
     for ours, plain in run(2, generate, Case(options={"stage": stage})):
         assert torch.equal(ours, plain)
-
-
-def gathered_as_data(rank: int) -> int:
-    """Gather optimizer states; nothing that another rank sends is unpickled."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a rank unpickles what it gets: that may be code of whoever reaches its port")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", refuse)
-        model = nn.Linear(8, 8, device=None if ON_GLOO else "cuda")
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
-        model(torch.ones(2, 8, device=model.weight.device)).sum().backward()
-        optimizer.step()
-        return len(optimizer.state_dict()["state"])
-
-
-def test_ranks_send_each_other_data_and_no_code() -> None:
-    assert run(2, gathered_as_data) == [2, 2]

@@ -571,27 +571,28 @@ def all_gather_object(
     """Return the small value of every rank of a group: tensors, dtypes, numbers and strings, also in containers.
 
     With ``consistency``, a rank that dies, exits or deviates meanwhile causes an error that names it instead of a hang.
-    What arrives is read as data: another program that reaches a rank's port can run no code in it.
+    Over gloo, what arrives is data: another program that reaches a rank's port can run no code in it.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     size = dist.get_world_size(group)
-    device = dist.distributed_c10d._get_object_coll_device(group)  # NCCL has none but GPUs
-    checker = consistency if device == "cpu" else None
     with consistency.explain_errors(what) if consistency is not None else nullcontext():
+        if group_backend(group, torch.device("cpu")) != "gloo":
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=group)
+            return values
         file = io.BytesIO()
         torch.save(value, file)
         data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        lengths = torch.empty(size, dtype=torch.int64, device=device)
-        length = torch.tensor([data.numel()], device=device)
-        _wait_monitored(_all_gather(lengths, length, group=group, async_op=True), what, checker)
+        lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+        length = torch.tensor([data.numel()], device="cpu")
+        _wait_monitored(_all_gather(lengths, length, group=group, async_op=True), what, consistency)
         max_length = int(lengths.max())
-        gathered = torch.empty(size * max_length, dtype=torch.uint8, device=device)
-        padded = torch.zeros(max_length, dtype=torch.uint8, device=device)
+        gathered = torch.empty(size * max_length, dtype=torch.uint8, device="cpu")
+        padded = torch.zeros(max_length, dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, checker)
-        found = gathered.cpu().view(size, max_length)
-    parts = zip(found, lengths.tolist(), strict=True)
+        _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
+    parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)
     return [torch.load(io.BytesIO(part[:length].numpy().tobytes()), weights_only=True) for part, length in parts]
 
 
