@@ -371,6 +371,12 @@ def test_the_optimizer_to_write_is_deepspeeds(section: dict[str, Any], written: 
     assert names["optimizer"].defaults == written.defaults
 
 
+@pytest.mark.parametrize("name", ["Lamb", "lion"])
+def test_an_optimizer_that_torch_does_not_have_is_not_written_as_torchs(name: str) -> None:
+    (key,) = (key for key in read_deepspeed({"optimizer": {"type": name}}) if key.key == "optimizer")
+    assert f"YOUR_LIBRARY.{name}(" in key.text and "torch" not in key.text
+
+
 def test_compressed_optimizers_have_no_counterpart() -> None:
     (key,) = (key for key in read_deepspeed({"optimizer": {"type": "OneBitAdam"}}) if key.key == "optimizer")
     assert key.kind == NO_COUNTERPART and key.changes_numbers

@@ -440,7 +440,8 @@ def _read_optimizer(key: str, value: Any) -> MigratedKey:
         name = "AdamW" if params.pop("adam_w_mode", True) or name.lower() == "adamw" else "Adam"
         if not params.pop("torch_adam", False):
             params = {**_ADAM_DEFAULTS, **params}
-    return MigratedKey(key, value, SCRIPT, f"optimizer = torch.optim.{name}(model.parameters(), **{params})")
+    library = "YOUR_LIBRARY" if name.lower() in ("lamb", "lion") else "torch.optim"  # which does not have these two
+    return MigratedKey(key, value, SCRIPT, f"optimizer = {library}.{name}(model.parameters(), **{params})")
 
 
 _RULES: dict[str, Callable[[_Reader, str, Any], dict[str, Any]]] = {
