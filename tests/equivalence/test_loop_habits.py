@@ -752,6 +752,8 @@ def test_a_write_into_a_part_of_a_gradient_is_refused_and_changes_nothing(stage:
                 write(weight.grad)
                 raise AssertionError(way)
             assert torch.equal(weight.grad, before), way
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):  # torch's: it asks for no dispatch
+            torch.utils.dlpack.to_dlpack(weight.grad)
         assert options or not weight.grad.numpy().flags.writeable
         close = functools.partial(torch.testing.assert_close, check_stride=False)
         close(weight.grad[:3].norm(), before[:3].norm())

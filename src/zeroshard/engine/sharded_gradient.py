@@ -253,6 +253,7 @@ class ShardedGradient(torch.Tensor):
         wrapper: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=source.dtype, device=source.flat_grad.flat.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # it has no memory: to_dlpack() would end the process
         wrapper.handle = source
         return wrapper
 
