@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.models.gpt import GPT, MAX_LAYERS
+from zeroshard.models import GPT, MAX_LAYERS
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, usage_fractions
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.strategy import Strategy
