@@ -73,6 +73,9 @@ def run_programs(sources: Path, programs: Sequence[Program]) -> list[list[Digest
     return found["digests"]
 
 
+MEANT = {("add_group", "round trips")}  # ranks agree on a group that is added
+
+
 def differences(programs: Sequence[Program], old: list[list[Digest]], new: list[list[Digest]]) -> list[str]:
     """Return one line for each difference.
 
@@ -83,7 +86,7 @@ def differences(programs: Sequence[Program], old: list[list[Digest]], new: list[
         for call, one, other in zip([("shard", {}), *program["calls"]], before, after, strict=False):
             if one["outcome"] != "done" and other["outcome"] == "done":
                 break
-            parts = [part for part in one if one[part] != other.get(part)]
+            parts = [part for part in one if one[part] != other.get(part) and (call[0], part) not in MEANT]
             lines += [f"program {number}, {call}: {part}: {other.get(part)}, was {one[part]}" for part in parts]
             if parts:
                 break
