@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
-DATA_AXIS_NAMES = ("replicate", "shard", "data", "dp", "dp_replicate", "dp_shard")  # of its data-parallel axes
+DATA_AXIS_NAMES = "replicate shard data dp dp_replicate dp_shard".split()  # of its data-parallel axes
 # The number of processes that a launcher started, by launcher: torchrun, srun, Open MPI, MPICH.
 _RANK_COUNT_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
