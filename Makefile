@@ -1,6 +1,7 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
 # make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-all: also those that start programs
-#              Both run three cases of each test function, others for each commit: CASES=all for all.
+#              Both run up to three cases of each test function, those that a second is enough for, and others for
+#              each commit: CASES=all for all.
 #              test-nightly: every case, also with Lightning, Ray and other large packages
 #              test-versions: the fast tests on the oldest and the newest Python and torch
 #              test-gpu: those that need a GPU, with several NCCL ranks on it
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 # More workers than cores: slow tests wait for processes and timeouts. Files stay together, for their fixtures.
-ALL_ARGS := -q -n 3 --dist loadfile --no-loadscope-reorder
+ALL_ARGS := -q -n 4 --dist loadfile --no-loadscope-reorder
 VERSIONS := python3.11/torch==2.11.0 python3.13/torch
 
 .PHONY: train test test-all test-nightly test-versions test-gpu durations evidence lint docs wheel dev clean

@@ -30,7 +30,9 @@ SLOW_SECONDS = 0.5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", default="all", help="run at most so many cases of each test function (default: all)")
+    parser.addoption(
+        "--cases", default="all", help="run at most so many cases of each test function, and one second (default: all)"
+    )
     parser.addoption("--record-durations", action="store_true", help="write durations.json and combinations.json")
 
 
@@ -52,16 +54,21 @@ def function_of(node_id: str) -> str:
     return node_id.partition("[")[0]
 
 
-def choose_cases(node_ids: list[str], cases: int, seed: str) -> set[str]:
-    """Choose at most ``cases`` of each function, others for each ``seed``.
+def choose_cases(node_ids: list[str], cases: int, seed: str, seconds: dict[str, float]) -> set[str]:
+    """Choose one of each function and more, at most ``cases`` and a second of them; others for each ``seed``.
 
-    >>> [len(choose_cases(["f[1]", "f[2]", "f[3]", "g"], 2, seed)) for seed in ("a commit", "the next")]
+    >>> [len(choose_cases(["f[1]", "f[2]", "f[3]", "g"], 2, seed, {})) for seed in ("a commit", "the next")]
     [3, 3]
+    >>> [len(choose_cases(["f[1]", "f[2]", "f[3]"], 3, "", {"f": seconds})) for seconds in (0.1, 0.5, 9)]
+    [3, 2, 1]
     """
     by_function: dict[str, list[str]] = defaultdict(list)
     for node_id in sorted(node_ids, key=lambda node_id: hashlib.sha256((seed + node_id).encode()).digest()):
         by_function[function_of(node_id)].append(node_id)
-    return {node_id for group in by_function.values() for node_id in group[:cases]}
+    chosen = set()
+    for function, group in by_function.items():
+        chosen.update(group[: max(1, min(cases, int(1 / seconds.get(function, 0.1))))])
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     cases = config.getoption("cases")
     if cases != "all":
-        chosen = choose_cases([item.nodeid for item in items], int(cases), commit())
+        chosen = choose_cases([item.nodeid for item in items], int(cases), commit(), seconds)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
     of_file: dict[Path, float] = defaultdict(float)

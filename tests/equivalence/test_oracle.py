@@ -47,8 +47,8 @@ PROGRAM["calls"] += [("step", {}), ("zero_grad", {"by": "optimizer", "set_to_non
 
 
 @pytest.fixture(scope="module")
-def programs() -> list[Program]:
-    return [PROGRAM, *random_programs(30)]
+def programs(pytestconfig: pytest.Config) -> list[Program]:
+    return [PROGRAM, *random_programs(30 if pytestconfig.getoption("cases") == "all" else 10)]
 
 
 @pytest.fixture(scope="module")
