@@ -26,7 +26,7 @@ ranks.settle_torch()  # also during collection; one thread, so that ranks do not
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # made by `make durations`
-SLOW_SECONDS = 0.5
+SLOW_SECONDS = 0.4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
