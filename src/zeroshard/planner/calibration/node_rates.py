@@ -89,7 +89,7 @@ class CalibrationRanks:
             dist.barrier()
 
     def gather_text(self, text: str) -> list[str]:
-        return all_gather_object(text, dist.group.WORLD, "calibrate", None) if self.world_size > 1 else [text]
+        return all_gather_object(text, dist.group.WORLD, "calibrate", None)
 
     def broadcast_text(self, text: str) -> str:
         """Return the first rank's text, so that all ranks compute the same plans from it."""
