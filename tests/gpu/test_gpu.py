@@ -400,7 +400,8 @@ def test_the_main_job_runs_on_the_gpu_in_bf16_and_resumes(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         assert "over nccl" in done.stdout and "bf16" in done.stdout
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["outcome"] == "finished" and record["memory_over_step"]["moments"][0]["allocated_bytes"]
+    assert record["outcome"] == "finished" and record["memory_over_step"]["moments"][-1]["allocated_bytes"]
+    assert "allocated" in (tmp_path / "run" / "charts" / "memory.svg").read_text()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines if "loss" in line)
 

@@ -63,7 +63,9 @@ RUN: dict[str, Any] = {
     "memory_by_rank": [RANK, RANK],
     "ddp_state_bytes": {"parameters": 4 * PSI, "gradients": 4 * PSI, "optimizer states": 8 * PSI},
     "memory_over_step": {
-        "moments": [{"seconds": at, "bytes_by_kind": kinds, "allocated_bytes": 4 * PSI} for at, kinds in MOMENTS],
+        "moments": [  # as a GPU's profile: nothing has been counted when the step begins
+            {"seconds": at, "bytes_by_kind": kinds, "allocated_bytes": 4 * PSI if at else None} for at, kinds in MOMENTS
+        ],
         "phases": [{"name": "forward", "start_seconds": 0.0}, {"name": "step", "start_seconds": 0.14}],
     },
     "collectives_per_step": {"all-gather": {"count": 14, "bytes": 8 * PSI}, "all-reduce": {"count": 7, "bytes": PSI}},
@@ -176,6 +178,10 @@ def test_the_page_tells_the_figures_of_the_run(full: Dom) -> None:
     assert "this run 9.54 MB" in text and "what its options need 8.48 MB" in text
     assert "after step 400 ROMEO: I do." in text  # the prompt stands there once
     assert "Options lr 0.001 compile false resume null" in text
+
+
+def test_what_the_gpu_has_allocated_is_drawn_beside_the_states(full_run: Path) -> None:
+    assert "allocated" in (full_run / "charts" / "memory.svg").read_text()
 
 
 def test_of_many_ranks_the_fullest_are_drawn(tmp_path: Path) -> None:

@@ -141,8 +141,10 @@ def _memory_over_step(over_step: Mapping[str, Any]) -> Chart:
         points = [(1000 * moment["seconds"], moment["bytes_by_kind"].get(kind, 0)) for moment in moments]
         if any(nbytes for _, nbytes in points):
             lines.append(Line(kind, points, color_of(kind), "area"))
-    allocated = [(1000 * moment["seconds"], moment["allocated_bytes"]) for moment in moments]
-    if all(nbytes is not None for _, nbytes in allocated):
+    # Only a GPU counts them, and not when the step begins.
+    counted = [moment for moment in moments if moment["allocated_bytes"] is not None]
+    if counted:
+        allocated = [(1000 * moment["seconds"], moment["allocated_bytes"]) for moment in counted]
         lines.append(Line("allocated", allocated, "var(--text)", "dotted", width=1.5))
     return line_chart(
         "Memory over one step",
