@@ -853,6 +853,14 @@ def held(model: Any) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
+def taken(model: Any) -> list[torch.Tensor]:
+    """The gradients, which the parameters no longer have."""
+    gradients = held(model)
+    for p in model.parameters():
+        p.grad = None
+    return gradients
+
+
 def swap(model: Any) -> None:
     first, second = model.blocks[0][0], model.blocks[1][0]
     first.weight.grad, second.weight.grad = second.weight.grad, first.weight.grad
@@ -905,18 +913,13 @@ def put_back_after_zero_grad(model: Any, optimizer: Any, data: Any) -> None:
 
 
 def put_back_after_clearing_each(model: Any, optimizer: Any, data: Any) -> None:
-    kept = held(model)
-    for p in model.parameters():
-        p.grad = None
-    for p, gradient in zip(model.parameters(), kept, strict=True):
+    for p, gradient in zip(model.parameters(), taken(model), strict=True):
         p.grad = gradient
 
 
 def add_two(model: Any, optimizer: Any, data: Any) -> None:
     """Gradients of two losses that are taken from the parameters, and added."""
-    kept = held(model)
-    for p in model.parameters():
-        p.grad = None
+    kept = taken(model)
     square_loss(model, data(2)).backward()
     for p, gradient in zip(model.parameters(), kept, strict=True):
         p.grad += gradient

@@ -83,8 +83,7 @@ def draw_charts(record: Mapping[str, Any], entries: Entries) -> dict[str, Chart]
     ranks = record["memory_by_rank"]
     if ranks:
         charts |= _memory_charts(ranks, record["ddp_state_bytes"])
-    over_step = record["memory_over_step"]
-    if over_step:
+    if over_step := record["memory_over_step"]:
         charts["memory"] = _memory_over_step(over_step)
     moved = {kind: traffic["bytes"] for kind, traffic in record["collectives_per_step"].items()}
     if moved:
@@ -141,10 +140,8 @@ def _memory_over_step(over_step: Mapping[str, Any]) -> Chart:
         points = [(1000 * moment["seconds"], moment["bytes_by_kind"].get(kind, 0)) for moment in moments]
         if any(nbytes for _, nbytes in points):
             lines.append(Line(kind, points, color_of(kind), "area"))
-    # Only a GPU counts them, and not when the step begins.
-    counted = [moment for moment in moments if moment["allocated_bytes"] is not None]
-    if counted:
-        allocated = [(1000 * moment["seconds"], moment["allocated_bytes"]) for moment in counted]
+    allocated = [(1000 * moment["seconds"], moment["allocated_bytes"]) for moment in moments[1:]]
+    if any(nbytes for _, nbytes in allocated):  # None without a GPU, and when the step begins
         lines.append(Line("allocated", allocated, "var(--text)", "dotted", width=1.5))
     return line_chart(
         "Memory over one step",
