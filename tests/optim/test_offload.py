@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from live import live_beyond, live_bytes_at_start
 from offloaded import OPTIMIZERS, Case, assert_same, everything, loop, train
 from pairs import at_stages
-from plain import ONE_BATCH, adamw, batches, momentum, net_loss, sharded, take_step, token_step, train_steps
+from plain import ONE_BATCH, adamw, batches, momentum, net_loss, of, sharded, take_step, token_step, train_steps
 from torch import nn
 from zoo import make_net
 
@@ -553,9 +554,9 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     assert held(model, "host")["buckets"] == staged + read
 
 
-@pytest.mark.guarantee("Edits during an update")
-def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own update runs on the host's thread, of the very optimizer that such a step calls."""
+@pytest.fixture
+def slow_rmsprop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's own update wait on the host's thread."""
     module = sys.modules["torch.optim.rmsprop"]  # torch.optim.rmsprop is its function
     update = module.rmsprop
 
@@ -565,15 +566,45 @@ def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.M
         update(*args, **kwargs)
 
     monkeypatch.setattr(module, "rmsprop", slow)
+
+
+def assert_step_is_finished(then: Callable[[Any, Any], object]) -> None:
+    """Assert that a step has a plain run's numbers, whatever follows it while its update runs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    plain = copy.deepcopy(model)
-    sharded, stepper = zeroshard.shard(model, torch.optim.RMSprop(model.parameters(), lr=0.1), stage=1, offload="host")
-    for net, optimizer in ((plain, torch.optim.RMSprop(plain.parameters(), lr=0.1)), (sharded, stepper)):
-        take_step(optimizer, net(torch.ones(2, 8)).sum())
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    make = of(torch.optim.RMSprop, lr=0.1, eps=1.0)  # the update depends on the size of the gradients
+    model, stepper = sharded(plain, make, stage=1, offload="host")
+    for net, optimizer in ((plain, make(plain)), (model, stepper)):
+        net(torch.ones(2, 8)).sum().backward()
         optimizer.step()
+        then(net, optimizer)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(zeroshard.full_parameter(sharded, name), parameter.detach())
+        torch.testing.assert_close(zeroshard.full_parameter(model, name), parameter.detach())
+
+
+@pytest.mark.guarantee("Edits during an update")
+@pytest.mark.usefixtures("slow_rmsprop")
+def test_a_step_without_gradients_waits_for_the_one_before() -> None:
+    """The update runs on the host's thread, of the very optimizer that such a step calls."""
+
+    def step_again(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.step()
+
+    assert_step_is_finished(step_again)
+
+
+@pytest.mark.guarantee("Edits during an update")
+@pytest.mark.usefixtures("slow_rmsprop")
+def test_a_clip_after_a_step_waits_for_its_update() -> None:
+    """The clip changes gradients when they are read next, and the update reads them as they were."""
+
+    def clip_and_read(model: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, zeroshard.ShardedOptimizer):
+            optimizer.clip_grad_norm_(0.01)
+        assert model[0].weight.grad is not None
+
+    assert_step_is_finished(clip_and_read)
 
 
 @pytest.mark.guarantee("Edits during an update")

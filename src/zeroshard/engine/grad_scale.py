@@ -67,11 +67,10 @@ class GradScaling:
     @torch.no_grad()
     def apply(self) -> None:
         """Apply the clip and the deferred factors, because the gradients are about to change."""
-        self.apply_deferred()
         if self.scale.clip_coef is not None:
-            self.multiply(self.shards(), self.scale.clip_coef)
+            self.defer(self.shards(), self.scale.clip_coef)
             self.drop_clip()
-            self.clear_norms()
+        self.apply_deferred()
 
     def apply_deferred(self) -> None:
         """Apply the factors of :meth:`defer`."""
