@@ -1084,6 +1084,30 @@ def test_gradients_of_a_forward_that_ran_no_hook_are_those_of_all_ranks(seen: bo
         assert_same_as_plain(loop, world, stage=stage)
 
 
+@pytest.mark.guarantee("Clipping")
+@at_stages(0, 1, 2)
+@pytest.mark.parametrize("options", [{}, BF16, HOST], ids=["fp32", "bf16", "host"])
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_penalty_on_the_weights_after_a_clip_is_not_clipped(
+    scales: bool, options: dict[str, Any], stage: int
+) -> None:
+    """Its backward visits no module; unscaling by a GradScaler is a factor like that of a clip."""
+
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scales)
+        scaler.scale(square_loss(model, data())).backward()
+        scaler.unscale_(optimizer)
+        if isinstance(optimizer, zeroshard.ShardedOptimizer):
+            optimizer.clip_grad_norm_(0.01)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        sum(p.float().square().sum() for p in model.parameters()).mul(0.1).backward()
+        scaler.step(optimizer)
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, stage=stage, **options)
+
+
 @every_stage
 def test_an_unscaled_autograd_grad_may_come_before_the_scaled_backward(stage: int) -> None:
     def loop(model: Any, optimizer: Any, data: Any) -> None:

@@ -111,8 +111,7 @@ class Gradients:
     @torch.no_grad()
     def reduce_pending(self) -> None:
         """Reduce the gradients that this rank has only summed locally."""
-        if self.scaling.deferred:
-            self.scaling.apply_deferred()
+        self.scaling.apply_deferred()
         self._add_unhooked_scaled_grads()
         if self.scaling.scale.inv_scale is not None:
             _check_no_manual_grads(self._units_with_autograd_grads())
@@ -132,6 +131,7 @@ class Gradients:
         """Add gradients that no hook has reported: set by the user, or left by a backward that raised."""
         for unit in self._units_with_autograd_grads():
             self.wait_reductions()
+            self.scaling.apply()
             self._accumulate_local(unit)
             self.has_unreduced |= not self.reduce_queue.is_partial or self.reduce_queue.is_ahead_of(unit)
             self._has_accumulated, self.memory.has_unstepped, self._is_usage_synced = True, True, False
