@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairs import at_stages, every_stage, pairwise
-from plain import assert_close, full_parameters, masters, scaled, square_loss, take_step
+from plain import assert_close, clip, full_parameters, masters, scaled, square_loss, take_step
 from ranks import RanksFailed, run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -1097,12 +1097,28 @@ def test_a_penalty_on_the_weights_after_a_clip_is_not_clipped(
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scales)
         scaler.scale(square_loss(model, data())).backward()
         scaler.unscale_(optimizer)
-        if isinstance(optimizer, zeroshard.ShardedOptimizer):
-            optimizer.clip_grad_norm_(0.01)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        clip(model, optimizer, 0.01)
         sum(p.float().square().sum() for p in model.parameters()).mul(0.1).backward()
         scaler.step(optimizer)
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, stage=stage, **options)
+
+
+@pytest.mark.guarantee("Clipping")
+@at_stages(0, 1, 2)
+@pytest.mark.parametrize("options", [{}, HOST], ids=["fp32", "host"])
+def test_a_clip_sees_changes_of_gradients_that_were_read_together(options: dict[str, Any], stage: int) -> None:
+    """Reading the last of them reduces what a backward without modules has left, with norms of the others, too."""
+
+    def loop(model: Any, optimizer: Any, data: Any) -> float:
+        square_loss(model, data()).backward()
+        assert model.scale.grad is not None
+        model.blocks[2][2].weight.square().sum().backward()
+        torch._foreach_mul_([p.grad for p in model.parameters()], 0.25)
+        norm = clip(model, optimizer, 0.05).item()
+        optimizer.step()
+        return norm
 
     for world in (1, 2):
         assert_same_as_plain(loop, world, stage=stage, **options)

@@ -123,8 +123,7 @@ class Gradients:
                 self.local_sums.reduce_inner_sums()
         elif self.has_unreduced or self.reduce_queue.is_partial:
             self.local_sums.reduce_all(self.has_unreduced)
-        if self.reducer.is_busy:
-            self.reducer.wait()
+        self.wait_reductions()
         self.has_unreduced = False
 
     def _add_untracked_grads(self) -> None:
