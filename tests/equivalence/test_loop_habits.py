@@ -1105,6 +1105,20 @@ def test_a_penalty_on_the_weights_after_a_clip_is_not_clipped(
         assert_same_as_plain(loop, world, stage=stage, **options)
 
 
+@pytest.mark.guarantee("fp16")
+@at_stages(0, 1, 2)
+def test_a_gradient_set_by_hand_beside_scaled_ones_that_no_hook_has_seen_is_refused(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(world, stage=stage, **FP16)
+        optimizer.scale(model.blocks[2][2].weight.float().square().sum()).backward()
+        model.scale.grad = torch.ones_like(model.scale)
+        with pytest.raises(RuntimeError, match="'scale' was set by hand"):
+            optimizer.step()
+
+    for world in (1, 2):
+        run_threads(world, body)
+
+
 @pytest.mark.guarantee("Clipping")
 @at_stages(0, 1, 2)
 @pytest.mark.parametrize("options", [{}, HOST], ids=["fp32", "host"])

@@ -112,7 +112,7 @@ class Gradients:
     def reduce_pending(self) -> None:
         """Reduce the gradients that this rank has only summed locally."""
         self.scaling.apply_deferred()
-        self._add_unhooked_scaled_grads()
+        self.add_unhooked_scaled_grads()
         if self.scaling.scale.inv_scale is not None:
             _check_no_manual_grads(self._units_with_autograd_grads())
         self._add_untracked_grads()
@@ -150,11 +150,11 @@ class Gradients:
     @torch.no_grad()
     def on_scaled_backward(self, inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
         """Record that a backward starts from a scaled loss; it may not visit any module."""
-        self._add_unhooked_scaled_grads()
+        self.add_unhooked_scaled_grads()
         _check_no_manual_grads(self._units_with_autograd_grads())
         self._unhooked_inverse_scale = inverse_scale
 
-    def _add_unhooked_scaled_grads(self) -> None:
+    def add_unhooked_scaled_grads(self) -> None:
         """Add the gradients of a scaled backward that visited no module, if there was one."""
         if self._unhooked_inverse_scale is not None and self._units_with_autograd_grads():
             self.begin_backward(self._unhooked_inverse_scale)

@@ -119,6 +119,7 @@ class ParamGrads:
         if gradient is not None:
             write_full_grad(info.name, gradient, value)
         else:  # reduced like autograd's, when it is needed
+            self.gradients.add_unhooked_scaled_grads()
             with torch._C.DisableTorchFunctionSubclass():
                 flat.parameters[info.index]._grad = value
 
