@@ -78,8 +78,8 @@ class GradScaling:
             return
         for flat in self._flat_grads:
             flat.wait_for_update()  # afterwards, its update has read the gradient
-        for shards, factor in self.deferred:
-            self.multiply(shards, factor)
+        for shards_and_factor in self.deferred:
+            self.multiply(*shards_and_factor)
         self.deferred = []
         self.clear_norms()
 

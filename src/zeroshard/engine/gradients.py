@@ -111,7 +111,8 @@ class Gradients:
     @torch.no_grad()
     def reduce_pending(self) -> None:
         """Reduce the gradients that this rank has only summed locally."""
-        self.scaling.apply_deferred()
+        if self.scaling.deferred:
+            self.scaling.apply_deferred()
         self.add_unhooked_scaled_grads()
         if self.scaling.scale.inv_scale is not None:
             _check_no_manual_grads(self._units_with_autograd_grads())
@@ -123,7 +124,8 @@ class Gradients:
                 self.local_sums.reduce_inner_sums()
         elif self.has_unreduced or self.reduce_queue.is_partial:
             self.local_sums.reduce_all(self.has_unreduced)
-        self.wait_reductions()
+        if self.reducer.is_busy:
+            self.reducer.wait()
         self.has_unreduced = False
 
     def _add_untracked_grads(self) -> None:
@@ -167,11 +169,10 @@ class Gradients:
         return any(True in gradient.is_param_used for gradient in self.flat_grads.values())
 
     def prepare_write(self, flat_grad: FlatGrad) -> None:
-        """Prepare a reduced gradient for being written: wait for its readers and clear its cached norms."""
+        """Prepare a reduced gradient for being written: wait for its readers and clear cached norms."""
         flat_grad.flat.wait_for_update()  # a pending update may still read the gradient
         flat_grad.wait_copy()
-        flat_grad.clear_norms()
-        self.norms.cache.clear()
+        self.scaling.clear_norms()  # all: the user may have read other gradients before, and change them
 
     def wait_offloaded(self) -> None:
         """Wait until all offloaded gradients are copied off the device."""

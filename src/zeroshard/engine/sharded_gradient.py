@@ -74,7 +74,6 @@ class ParamGrads:
         self.order.begin_pass("read the gradients")
         if local is not None:  # of a backward that no hook has seen, or set by the user
             gradients.reduce_pending()
-            gradients.scaling.clear_norms()  # of gradients that the user has read before, and may change
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
