@@ -568,7 +568,7 @@ def slow_rmsprop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "rmsprop", slow)
 
 
-def assert_step_is_finished(then: Callable[[Any, Any], object]) -> None:
+def assert_step_is_finished(then: Callable[[Any, Any], object], holds: bool = False) -> None:
     """Assert that a step has a plain run's numbers, whatever follows it while its update runs."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -576,8 +576,10 @@ def assert_step_is_finished(then: Callable[[Any, Any], object]) -> None:
     model, stepper = sharded(plain, make, stage=1, offload="host")
     for net, optimizer in ((plain, make(plain)), (model, stepper)):
         net(torch.ones(2, 8)).sum().backward()
+        if holds:
+            held = net[0].weight.grad
         optimizer.step()
-        then(net, optimizer)
+        then(held if holds else net, optimizer)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(zeroshard.full_parameter(model, name), parameter.detach())
 
@@ -592,6 +594,12 @@ def test_a_step_without_gradients_waits_for_the_one_before() -> None:
         optimizer.step()
 
     assert_step_is_finished(step_again)
+
+
+@pytest.mark.guarantee("Edits during an update")
+@pytest.mark.usefixtures("slow_rmsprop")
+def test_a_write_into_a_gradient_that_was_read_before_the_step_comes_after_its_update() -> None:
+    assert_step_is_finished(lambda gradient, _: gradient.zero_(), holds=True)
 
 
 @pytest.mark.guarantee("Edits during an update")

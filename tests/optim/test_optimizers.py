@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import at_stages, pairwise
@@ -23,7 +24,7 @@ from plain import (
     square_steps,
     take_step,
 )
-from ranks import RanksFailed, run_threads
+from ranks import RanksFailed, run_processes, run_threads
 from rules import Rule
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -648,6 +649,25 @@ def test_states_that_are_tensor_subclasses_are_saved_by_their_owners(tmp_path: P
                 assert_close({"a": states[number]["pair"].a}, {"a": expected.state[p]["pair"].a})
                 assert states[number]["pair"].b.eq(3).all()
         assert sum(nbytes for _, _, nbytes in results) == 3 * 4 * sum(p.numel() for p in plain.parameters())
+
+
+class NumPyScale(Own):
+    """Keeps NumPy's numbers, whose classes are not torch's."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.state[p]["scale"] = 1 / np.sqrt(self.state[p]["step"])
+        return momentum * self.state[p]["scale"]
+
+
+def read_numpy_scale(rank: int) -> float:
+    model, optimizer = sharded(MODEL, of(NumPyScale), stage=1)
+    for _ in range(2):
+        take_step(optimizer, model(DATA).pow(2).mean())
+    return optimizer.state_dict()["state"][0]["scale"]
+
+
+def test_numbers_of_numpy_in_states_are_read_as_in_torch() -> None:
+    assert run_processes(2, read_numpy_scale) == [1 / np.sqrt(2)] * 2
 
 
 def read_and_load_with_hooks(rank: int) -> tuple[list[str], float]:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.consistency import PASS_START, POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
@@ -582,7 +583,7 @@ def all_gather_object(
             dist.all_gather_object(values, value, group=group)
             return values
         file = io.BytesIO()
-        torch.save(value, file)
+        torch.save(tree_map_only(float, float, value), file)  # a NumPy scalar is a float whose class would be refused
         data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         lengths = torch.empty(size, dtype=torch.int64, device="cpu")
         length = torch.tensor([data.numel()], device="cpu")

@@ -77,9 +77,7 @@ class ParamGrads:
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
-        comm = self.comm
-        # replicas that train alone: a GradScaler must learn of an overflow on any of them
-        if any(axis.size > 1 for axis in (comm.shard_axis, comm.tensor_axis, comm.average_axis)) or self.is_scaled:
+        if self.comm.mesh_size > 1 or self.is_scaled:  # also of replicas: a GradScaler has to learn of any's overflow
             handle = ParamGradHandle(self, gradient, info.index)
             gradient.exposed[handle] = info.index
             return ShardedGradient(handle)

@@ -173,10 +173,13 @@ class OptimizerStep:
                 master_only_flats = list(dict.fromkeys(flats + [param.flat for param in self.whole.params]))
         if self.rules is not None:
             self.rules.accept()
-        if self._cpu_updates is not None and is_single_call:
-            self._cpu_updates.write_through()
-        if self._cpu_updates is not None and self.whole.params:
-            self.whole.copy_offloaded_masters()
+        if self._cpu_updates is not None:
+            if is_single_call:
+                self._cpu_updates.write_through()
+            if self.whole.params:
+                self.whole.copy_offloaded_masters()
+            if gradients.memory.is_exposed:  # the user may write into what the updates read
+                self._cpu_updates.wait()
         if grad_scale.clip_coef is not None:
             gradients.scaling.drop_clip()
         if self._loss_scale is not None:

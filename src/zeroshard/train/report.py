@@ -76,12 +76,10 @@ def draw_charts(record: Mapping[str, Any], entries: Entries) -> dict[str, Chart]
     if lines:
         charts["loss"] = line_chart("Loss", lines, x_title="step", height=380)
     for key, (title, pattern) in METRICS.items():
-        points = series(entries, key)
-        if points:
+        if points := series(entries, key):
             lines = _smoothed(points)
             charts[key] = line_chart(title, lines, x_title="step", format_y=pattern.format, has_zero=True, height=230)
-    ranks = record["memory_by_rank"]
-    if ranks:
+    if ranks := record["memory_by_rank"]:
         charts |= _memory_charts(ranks, record["ddp_state_bytes"])
     if over_step := record["memory_over_step"]:
         charts["memory"] = _memory_over_step(over_step)
@@ -210,8 +208,7 @@ def _headline(record: Mapping[str, Any], entries: Entries) -> Iterator[tuple[str
             values = [value for _, value in series(entries, key)]
             notes += [form.format(median(values))] if values else []
         yield "Tokens per second", format_count(median(value for _, value in speeds)), ", ".join(notes)
-    ranks = record["memory_by_rank"]
-    if ranks:
+    if ranks := record["memory_by_rank"]:
         held = max(sum(state_bytes(rank).values()) for rank in ranks)
         ddp = sum(record["ddp_state_bytes"].values())
         note = f"of model states; plain data parallelism has {format_bytes(ddp)}, {ddp / held:.1f} × as much"
