@@ -24,12 +24,10 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.consistency import PASS_START, POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
@@ -289,9 +287,8 @@ class Communicator:
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return the small picklable values of all ranks of the shard axis, in rank order."""
         values = all_gather_object(value, self.shard_axis.group, what, self.consistency)
-        return [
-            value for _, value in sorted(zip(self.shard_axis.ranks_by_group, values, strict=True), key=itemgetter(0))
-        ]
+        by_rank = dict(zip(self.shard_axis.ranks_by_group, values, strict=True))
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def read_to_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
         """Wait for a result and return its values; raise if a fault of another rank has made them invalid."""
@@ -583,7 +580,7 @@ def all_gather_object(
             dist.all_gather_object(values, value, group=group)
             return values
         file = io.BytesIO()
-        torch.save(tree_map_only(float, float, value), file)  # a NumPy scalar is a float whose class would be refused
+        torch.save(value, file)
         data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         lengths = torch.empty(size, dtype=torch.int64, device="cpu")
         length = torch.tensor([data.numel()], device="cpu")

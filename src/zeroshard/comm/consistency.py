@@ -306,7 +306,8 @@ class ConsistencyChecker:
         """Return the reasons other ranks recorded before they left their pass: see :meth:`announce`."""
         found: Announcements = {}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
-            found = self._monitor.announcements.read("note") if self._monitor is not None else {}
+            if self._monitor is not None:
+                found = self._monitor.announcements.read("note")
         return [f"rank {rank} failed: {why}" for rank, (index, why) in found.items() if index >= self._last_confirmed]
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:

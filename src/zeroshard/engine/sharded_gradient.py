@@ -77,7 +77,9 @@ class ParamGrads:
         gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
-        if self.comm.mesh_size > 1 or self.is_scaled:  # also of replicas: a GradScaler has to learn of any's overflow
+        comm = self.comm
+        # replicas that train alone: a GradScaler must learn of an overflow on any of them
+        if comm.shard_axis.size * comm.tensor_axis.size * comm.average_axis.size > 1 or self.is_scaled:
             handle = ParamGradHandle(self, gradient, info.index)
             gradient.exposed[handle] = info.index
             return ShardedGradient(handle)
@@ -221,8 +223,9 @@ class ParamGradHandle:
         """Apply an elementwise operation to this rank's shard, in place, without the loss scale."""
         flat_operands = [self.flatten_operand(value) for value in operands]
         inverse_scale = self.gradients.scaling.scale.inv_scale
-        all_scalars = all(not isinstance(operand, torch.Tensor) or operand.dim() == 0 for operand in flat_operands)
-        works_on_scaled = name in LINEAR_OPS and all_scalars
+        works_on_scaled = name in LINEAR_OPS and all(
+            not isinstance(operand, torch.Tensor) or operand.dim() == 0 for operand in flat_operands
+        )
         for elements, shard in self.writable_shards():
             shard_operands = [_slice_operand(operand, elements, shard.device) for operand in flat_operands]
             if works_on_scaled or inverse_scale is None:

@@ -75,9 +75,10 @@ class OptimizerStates:
         for name, frozen in self._groups.frozen_states.items():
             if name in local:
                 local[name] = {key: flattened.dtype for key, flattened in frozen.elementwise.items()} | frozen.scalars
-        if engine.comm.shard_axis.size > 1 or engine.comm.tensor_axis.size > 1:
+        if engine.comm.shard_axis.size * engine.comm.tensor_axis.size > 1:
             engine.order.check(what)
-        gathered = engine.comm.all_gather_object((error_text, {} if error_text else local), what)
+        local = {} if error_text else tree_map_only(float, float, local)  # NumPy's numbers are floats, too
+        gathered = engine.comm.all_gather_object((error_text, local), what)
         for error, _ in gathered:
             if error:
                 raise RuntimeError(error)
@@ -382,10 +383,11 @@ def _describe_full(
 ) -> dict[str, dict[str, Any]]:
     """Describe full states. All those of a 0-dim parameter have its shape, and some are numbers on a slice."""
     described = describe_full_states(states, shapes)
-    for name in (name for name in states if not shapes[name] and name not in groups.whole.names):
-        number = next(number for number, names in enumerate(groups.names) if name in names)
-        numbers = number_states(groups.inner, groups.inner.param_groups[number])
-        described[name] |= {key: value for key, value in states[name].items() if key in numbers}
+    for name, state in states.items():
+        if not shapes[name] and name not in groups.whole.names:
+            number = next(number for number, names in enumerate(groups.names) if name in names)
+            numbers = number_states(groups.inner, groups.inner.param_groups[number])
+            described[name] |= {key: value for key, value in state.items() if key in numbers}
     return described
 
 
