@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ ranks.settle_torch()  # also during collection; one thread, so that ranks do not
 
 DURATIONS = Path(__file__).with_name("durations.json")  # made by `make durations`
 SLOW_SECONDS = 0.4
+SLOW_FIXTURE_SECONDS = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,7 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
-        if seconds.get(function_of(item.nodeid), 0.0) >= SLOW_SECONDS:
+        of_fixtures = [seconds.get(name, 0.0) for name in shared_fixtures(item)]
+        if (
+            seconds.get(function_of(item.nodeid), 0.0) >= SLOW_SECONDS
+            or max(of_fixtures, default=0) >= SLOW_FIXTURE_SECONDS
+        ):
             item.add_marker("slow")
     yield
     cases = config.getoption("cases")
@@ -95,18 +101,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -of_file[item.path])
 
 
+def shared_fixtures(item: pytest.Item) -> list[str]:
+    """Return the fixtures that a test shares with others: the first of them that runs waits for these."""
+    definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    return [fixture_name(found[-1]) for found in definitions if found[-1].scope != "function"]
+
+
+def fixture_name(definition: pytest.FixtureDef[Any]) -> str:
+    """Return a fixture's name with its file."""
+    return f"{definition.baseid}::{definition.argname}"
+
+
 class DurationRecorder:
-    """Writes the mean seconds of a case of each test function, for those above a tenth of a second.
+    """Writes the mean seconds of a case of each test function, and those of shared fixtures, above a tenth of a second.
 
     And which features the tests that passed ran together.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
+        self._shared_seconds = 0.0  # of fixtures that the present test has set up
         self._pairs: set[str] = set()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        start = time.perf_counter()
+        value = yield
+        if fixturedef.scope != "function":
+            elapsed = self._seconds[fixture_name(fixturedef)] = time.perf_counter() - start
+            self._shared_seconds += elapsed
+        return value
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        self._seconds[report.nodeid] += report.duration - self._shared_seconds
+        self._shared_seconds = 0.0
         if report.when == "call" and report.passed:
             self._pairs.update(*dict(report.user_properties).values())
 

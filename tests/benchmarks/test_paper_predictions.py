@@ -20,10 +20,13 @@ from zeroshard.planner.machines.machine import Machine
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 
-@functools.cache
-def shown(figure: Callable[[], PaperResult]) -> PaperResult:
+FIGURES = ("figure_2", "figure_3", "figure_4", "figure_6", "figure_7")
+
+
+@pytest.fixture(scope="module")
+def figures(traced_once: None) -> dict[str, PaperResult]:
     """Compute each figure once."""
-    return figure()
+    return {name: getattr(paper, name)() for name in FIGURES}
 
 
 def of(exhibit: PaperResult, column: str) -> list[PaperCell]:
@@ -56,8 +59,8 @@ def test_a_cell_that_differs_is_shown_with_what_is_printed(capsys: pytest.Captur
 # ----------------------------------------------------------------------------------------------- throughput
 
 
-def test_figure_2_is_met_and_its_order_too() -> None:
-    exhibit = shown(paper.figure_2)
+def test_figure_2_is_met_and_its_order_too(figures: dict[str, PaperResult]) -> None:
+    exhibit = figures["figure_2"]
     zero, baseline = of(exhibit, "ZeRO"), of(exhibit, "baseline")
     assert 0.05 < (exhibit.mean_error or 0) < 0.23
     assert (mean_error(zero) or 1) < 0.22 and (mean_error(baseline) or 1) < 0.24
@@ -67,14 +70,14 @@ def test_figure_2_is_met_and_its_order_too() -> None:
     assert all(float(z.ours) > 3 * float(b.ours) for z, b in zip(zero[2:], baseline[2:], strict=True))
 
 
-def test_figure_3_is_met_and_grows_with_the_batch() -> None:
-    exhibit = shown(paper.figure_3)
+def test_figure_3_is_met_and_grows_with_the_batch(figures: dict[str, PaperResult]) -> None:
+    exhibit = figures["figure_3"]
     assert (exhibit.mean_error or 1) < 0.15
     assert float(exhibit.cells[1].ours) > float(exhibit.cells[0].ours)
 
 
-def test_figure_4_is_met_and_falls_with_the_batch() -> None:
-    exhibit = shown(paper.figure_4)
+def test_figure_4_is_met_and_falls_with_the_batch(figures: dict[str, PaperResult]) -> None:
+    exhibit = figures["figure_4"]
     assert (exhibit.mean_error or 1) < 0.21
     assert max(abs(cell.error or 0) for cell in of(exhibit, "ZeRO")[:6]) < 0.15  # up to 10B, clear of memory's limit
     assert float(of(exhibit, "ZeRO")[-1].ours) < float(of(exhibit, "ZeRO")[5].ours)
@@ -105,8 +108,8 @@ def test_the_machine_has_published_rates_and_one_curve() -> None:
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-def test_figure_6_is_met() -> None:
-    exhibit = shown(paper.figure_6)
+def test_figure_6_is_met(figures: dict[str, PaperResult]) -> None:
+    exhibit = figures["figure_6"]
     assert 0.05 < (exhibit.mean_error or 0) < 0.25
     c1, c2, c3, c4, c5 = (float(cell.ours) for cell in exhibit.cells)
     assert c1 < c3 < c2 < c4 < c5
@@ -115,37 +118,38 @@ def test_figure_6_is_met() -> None:
 
 
 @pytest.mark.parametrize(("configuration", "measured"), [("C1", 42), ("C2", 88), ("C3", 55), ("C4", 150), ("C5", 168)])
-def test_figure_6_is_what_was_measured_on_a_gpu(configuration: str, measured: float) -> None:
+def test_figure_6_is_what_was_measured_on_a_gpu(
+    configuration: str, measured: float, figures: dict[str, PaperResult]
+) -> None:
     """docs/benchmarks.md: one rank of 400 on the fake backend, with 32 GB."""
-    found = {cell.row[:2]: float(cell.ours) for cell in shown(paper.figure_6).cells}
+    found = {cell.row[:2]: float(cell.ours) for cell in figures["figure_6"].cells}
     assert found[configuration] == pytest.approx(measured, rel=0.08)
     assert len(found) == len(FIGURE_6)
 
 
-def test_figure_7_is_what_was_measured_on_a_gpu() -> None:
+def test_figure_7_is_what_was_measured_on_a_gpu(figures: dict[str, PaperResult]) -> None:
     """docs/benchmarks.md, memory allocated: what is cached beyond it is the allocator's."""
     measured = (26.87, 14.29, 22.22, 9.64, 8.83, 24.41, 20.28)
     from zeroshard.planner.footprint import RESERVED_RATIO
 
-    found = [float(cell.ours) / RESERVED_RATIO for cell in shown(paper.figure_7).cells]
+    found = [float(cell.ours) / RESERVED_RATIO for cell in figures["figure_7"].cells]
     assert found == pytest.approx(measured, rel=0.02)
-    assert len(FIGURE_7) == len(measured) and 0.1 < (shown(paper.figure_7).mean_error or 0) < 0.3
+    assert len(FIGURE_7) == len(measured) and 0.1 < (figures["figure_7"].mean_error or 0) < 0.3
 
 
 # -------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_records_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, figures: dict[str, PaperResult]
 ) -> None:
-    names = ("figure_1", "table_1", "table_2", "figure_2", "figure_3", "figure_4", "figure_6", "figure_7")
-    for name in names:
-        monkeypatch.setattr(paper, name, functools.partial(shown, getattr(paper, name)))
+    results = {name: getattr(paper, name)() for name in ("figure_1", "table_1", "table_2")} | figures
+    for name in results:
+        monkeypatch.setattr(paper, name, functools.partial(results.get, name))
     paper.main(["--out", str(tmp_path / "paper.json")])
     said, tables = capsys.readouterr().out, json.loads((tmp_path / "paper.json").read_text())["tables"]
-    assert [name.replace(" ", "_") for name in tables] == [*names, "summary"]
-    for (name, *_, match), text in zip(tables["summary"]["rows"], names, strict=True):
-        result = shown(getattr(paper, text).args[0])
+    assert [name.replace(" ", "_") for name in tables] == [*results, "summary"]
+    for (name, *_, match), result in zip(tables["summary"]["rows"], results.values(), strict=True):
         error = result.mean_error
         assert match == (f"{len(result.cells)} as printed" if error is None else f"mean error {error:.0%}")
         assert name == result.name and match in said
