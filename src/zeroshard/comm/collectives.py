@@ -287,8 +287,7 @@ class Communicator:
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return the small picklable values of all ranks of the shard axis, in rank order."""
         values = all_gather_object(value, self.shard_axis.group, what, self.consistency)
-        by_rank = dict(zip(self.shard_axis.ranks_by_group, values, strict=True))
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        return list(dict(sorted(zip(self.shard_axis.ranks_by_group, values, strict=True))).values())
 
     def read_to_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
         """Wait for a result and return its values; raise if a fault of another rank has made them invalid."""

@@ -267,7 +267,7 @@ class ShardedGradient(torch.Tensor):
     ) -> Any:
         """Run norms and elementwise changes on shards; assemble the full gradient for operations that only read."""
         options, name = kwargs or {}, func._schema.name.partition("::")[2]
-        first: Any = args[0] if args else None
+        first: Any = next(iter(args), None)
         if type(first) is ShardedGradient:
             if name in ("detach", "detach_", "alias"):
                 return ShardedGradient(first.handle)
@@ -291,13 +291,12 @@ class ShardedGradient(torch.Tensor):
                         options["value"] = operands.pop()
                     getattr(grad, single)(*operands, **options)
                 return None
-        written = list(options.values())  # such as ``out``
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if func.namespace == "c10d" or getattr(argument.alias_info, "is_write", False):
-                written.append(value)
-        for value in pytree.tree_leaves(written):
-            if isinstance(value, ShardedGradient):
-                _refuse(value, name)
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if func.namespace == "c10d" or getattr(argument.alias_info, "is_write", False)
+        ]
+        pytree.tree_map_only(ShardedGradient, partial(_refuse, name=name), [written, options])  # such as ``out``
         args, options = _gather_sharded_grads((args, options))
         result = func(*args, **options)
         is_view = func.is_view or "unsafe" in name  # such as unsafe_split: a view that autograd does not track
