@@ -1,7 +1,7 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
 # make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-all: also those that start programs
-#              Both run at most three cases of each test function, fewer if they take more than a second together, and
-#              those whose case takes five seconds for every other commit; each commit has others. CASES=all for all.
+#              Both run at most three cases of each test function, fewer if they take more than a second together;
+#              each commit has others. CASES=all for all.
 #              test-nightly: every case, also with Lightning, Ray and other large packages
 #              test-versions: the fast tests on the oldest and the newest Python and torch
 #              test-gpu: those that need a GPU, with several NCCL ranks on it

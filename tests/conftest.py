@@ -29,7 +29,6 @@ ranks.settle_torch()  # also during collection; one thread, so that ranks do not
 DURATIONS = Path(__file__).with_name("durations.json")  # made by `make durations`
 SLOW_SECONDS = 0.4
 SLOW_FIXTURE_SECONDS = 2
-ROTATED_SECONDS = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,23 +59,17 @@ def function_of(node_id: str) -> str:
 def choose_cases(node_ids: list[str], cases: int, seed: str, seconds: dict[str, float]) -> set[str]:
     """Choose one of each function and more, at most ``cases`` and a second of them; others for each ``seed``.
 
-    A function whose cases take longest is chosen for every other seed.
-
     >>> [len(choose_cases(["f[1]", "f[2]", "f[3]", "g"], 2, seed, {})) for seed in ("a commit", "the next")]
     [3, 3]
     >>> [len(choose_cases(["f[1]", "f[2]", "f[3]"], 3, "", {"f": seconds})) for seconds in (0.1, 0.5, 9)]
     [3, 2, 1]
-    >>> sum(len(choose_cases(["f"], 3, str(commit), {"f": 5.0})) for commit in range(100))
-    46
     """
     by_function: dict[str, list[str]] = defaultdict(list)
     for node_id in sorted(node_ids, key=lambda node_id: hashlib.sha256((seed + node_id).encode()).digest()):
         by_function[function_of(node_id)].append(node_id)
     chosen = set()
     for function, group in by_function.items():
-        elapsed = seconds.get(function, 0.1)
-        if elapsed < ROTATED_SECONDS or hashlib.sha256((seed + function).encode()).digest()[0] % 2:
-            chosen.update(group[: max(1, min(cases, int(1 / elapsed)))])
+        chosen.update(group[: max(1, min(cases, int(1 / seconds.get(function, 0.1))))])
     return chosen
 
 
@@ -100,7 +93,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases = config.getoption("cases")
     if cases != "all":
         chosen = choose_cases([item.nodeid for item in items], int(cases), commit(), seconds)
-        chosen.update(item.nodeid for item in items if item.get_closest_marker("every_commit"))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
     of_file: dict[Path, float] = defaultdict(float)

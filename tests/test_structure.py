@@ -108,7 +108,6 @@ def test_a_public_class_has_these_methods(name: str) -> None:
 
 
 @pytest.mark.skipif(not measure.HAS_PYTHON, reason="other versions of Python than 3.11 count other tokens and calls")
-@pytest.mark.every_commit
 def test_nothing_that_is_measured_has_grown() -> None:
     """One test, not a case for each table: of cases, CI chooses some."""
     is_clone = (measure.ROOT / ".git").exists()  # which files belong to the repository is known there only

@@ -61,7 +61,6 @@ def expected(oracle: Path, programs: list[Program]) -> list[list[Digest]]:
     return run_programs(oracle, programs)
 
 
-@pytest.mark.every_commit
 def test_programs_give_the_same_bits_bytes_and_round_trips(
     programs: list[Program], expected: list[list[Digest]]
 ) -> None:

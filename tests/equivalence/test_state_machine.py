@@ -219,7 +219,6 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
     run_state_machine_as_test(machine, settings=chosen)
 
 
-@pytest.mark.every_commit
 @pytest.mark.guarantee("Random calls")
 def test_a_sharded_model_stays_equal_to_a_plain_one() -> None:
     run_sequences(100, 1, 12)
