@@ -1,5 +1,6 @@
 """zeroshard: train models too large for one device with ZeRO, the Zero Redundancy Optimizer."""
 
+import os
 from typing import TYPE_CHECKING
 
 from zeroshard.utils.lazy_import import lazy_names
@@ -67,20 +68,21 @@ __all__ = [
     "unwrap",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "activations": "checkpoint_activations",
-        "api": "average_replicas full_gradient full_parameter full_state gathered is_sharded no_sync offload_states "
-        "profile register_forward_method reload_states report state_dict unshard unwrap",
-        "checkpoint": "CheckpointError Loaded Save load save",
-        "comm": "RanksDisagreeError",
-        "config.config": "Config",
-        "config.offload": "Offload",
-        "engine": "EMA",
-        "memory": "Profile Report",
-        "optim": "ShardedOptimizer",
-        "planner": "plan",
-        "shard": "shard",
-    },
-)
+_names = {
+    "activations": "checkpoint_activations",
+    "api": "average_replicas full_gradient full_parameter full_state gathered is_sharded no_sync offload_states "
+    "profile register_forward_method reload_states report state_dict unshard unwrap",
+    "checkpoint": "CheckpointError Loaded Save load save",
+    "comm": "RanksDisagreeError",
+    "config.config": "Config",
+    "config.offload": "Offload",
+    "engine": "EMA",
+    "memory": "Profile Report",
+    "optim": "ShardedOptimizer",
+    "planner": "plan",
+    "shard": "shard",
+}
+if os.environ.get("ZEROSHARD_CORE") == "new":  # until it replaces the old one
+    _replaced = [_names.pop(folder) for folder in ("activations", "api", "checkpoint", "engine", "optim", "shard")]
+    _names["core.api"] = " ".join(_replaced)
+__getattr__, __dir__ = lazy_names(__name__, _names)

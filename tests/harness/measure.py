@@ -127,8 +127,10 @@ def source_sizes() -> Rows:
     """Return the size of each folder of src."""
     sizes: dict[str, Size] = defaultdict(Size)
     for path in sorted(SOURCES.rglob("*.py")):
-        for folder in ("total", _folder(path)):
-            sizes[folder].add(path.read_text())
+        folder = _folder(path)
+        sizes[folder].add(path.read_text())
+        if folder != "core":  # it stands beside the core that it replaces, and has a limit of its own
+            sizes["total"].add(path.read_text())
     rows = {folder: size.row() for folder, size in sizes.items()}
     rows["total"]["tokens_a_statement"] = round(sizes["total"].tokens / sizes["total"].statements, 2)
     return rows

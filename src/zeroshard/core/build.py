@@ -1,0 +1,116 @@
+"""Build: the units of a model, filled one at a time, and its engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.core.axis import Axis
+from zeroshard.core.context import Context
+from zeroshard.core.defragment import Defragmenter
+from zeroshard.core.engine import Engine
+from zeroshard.core.flat import Flat, FlatSpec
+from zeroshard.core.placement import rows_of
+from zeroshard.core.transfers import TransferQueue
+from zeroshard.core.unit import Unit
+from zeroshard.sharding.precision import Precision
+from zeroshard.sharding.units import UnitSpec, find_cast_blocks, plan_units
+from zeroshard.utils.tree import cast_floats
+
+AxesOf = Callable[[str], tuple[Axis, ...]]  # the axes of a parameter, by its name
+
+
+class Builder:
+    """Makes the engine of one model."""
+
+    def __init__(self, model: nn.Module, context: Context, axes_of: AxesOf) -> None:
+        self._model = model
+        self._context = context
+        self._config = context.config
+        self._axes_of = axes_of
+        self._precision = Precision(model, context.config)
+        self._parameters = dict(model.named_parameters())
+
+    def build(self) -> Engine:
+        """Shard the model. Memory never exceeds what is kept and one full unit."""
+        specs = plan_units(self._model, self._config.units, self._config.bucket_size)
+        cast_blocks = find_cast_blocks(self._model, self._config)
+        gathers = TransferQueue(self._context.device)
+        units = []
+        units_of: dict[nn.Module, list[Unit]] = {self._model: []}
+        for spec in specs:
+            unit = Unit(spec.name, self._make_flats(spec), gathers)
+            units.append(unit)
+            for name in spec.modules:
+                units_of.setdefault(self._model.get_submodule(name), []).append(unit)
+            for flat in unit.sharded_flats:
+                flat.free_full()
+        self._move_buffers()
+        engine = Engine(self._model, units, units_of, self._context)
+        self._install_casts(cast_blocks)
+        if self._context.device.type == "cuda" and self._config.defragment:
+            torch.cuda.empty_cache()  # of what building needed
+            defragmenter = Defragmenter(engine)
+            engine.observers.add(defragmenter)
+            self._model.register_forward_pre_hook(defragmenter.pre_forward, prepend=True, with_kwargs=True)
+        return engine
+
+    def _make_flats(self, spec: UnitSpec) -> list[Flat]:
+        """Group the parameters of a unit into flats, and allocate these."""
+        groups: dict[Any, dict[str, nn.Parameter]] = {}
+        for name in spec.parameters:
+            parameter = self._parameters[name]
+            compute_dtype = self._precision.compute_dtype(name, parameter)
+            is_large = 3 * parameter.numel() >= self._config.bucket_size  # its gradient is reduced as it is
+            key = (compute_dtype, parameter.requires_grad, self._axes_of(name), name if is_large else "")
+            groups.setdefault(key, {})[name] = parameter
+        divisor = math.prod(axis.size for axis in self._context.axes)
+        flats = []
+        for (compute_dtype, _, axes, _), named in groups.items():
+            rows = rows_of(self._config.stage, self._config.partition, len(axes))
+            has_master = self._precision.has_master(compute_dtype)
+            master_dtype = torch.float32 if has_master else compute_dtype
+            flat = Flat(named, FlatSpec(axes, rows, compute_dtype, master_dtype, divisor))
+            flat.allocate(self._context.device, self._context.pool)
+            flats.append(flat)
+        return flats
+
+    def _move_buffers(self) -> None:
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self._context.device:
+                    module._buffers[name] = buffer.to(self._context.device)
+
+    def _install_casts(self, blocks: set[nn.Module]) -> None:
+        """Cast the inputs of the model, of its blocks, and of modules that stay in fp32, which return 16 bits."""
+        dtype = self._config.compute_dtype
+        if dtype is None:
+            return
+        for name in self._precision.fp32_modules:
+            module = self._model.get_submodule(name)
+            module.register_forward_pre_hook(partial(_cast, torch.float32), with_kwargs=True)
+            module.register_forward_hook(partial(_cast_outputs, dtype))
+        for module in (self._model, *blocks) if self._config.cast_inputs else ():
+            module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats(output, dtype)
+
+
+def axes_by_prefix(axes: tuple[Axis, ...], others: Mapping[str, tuple[Axis, ...]]) -> AxesOf:
+    """Return what tells the axes of a parameter: those of the first prefix that its name has, else ``axes``."""
+
+    def axes_of(name: str) -> tuple[Axis, ...]:
+        return next((found for prefix, found in others.items() if name.startswith(prefix)), axes)
+
+    return axes_of

@@ -1,0 +1,279 @@
+"""ShardedOptimizer: the user's groups, and a private optimizer of the same class that steps slices of the masters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.flat import Flat
+from zeroshard.core.fused_adam import FusedAdam
+from zeroshard.core.norms import norms_over_ranks
+from zeroshard.core.order import Kind
+from zeroshard.core.slices import Slice, joined, split_by_gradient
+from zeroshard.optim.optimizer_copy import is_scheduler_step
+
+# They update each element from its own gradient and states, so they can update slices.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+
+
+class ShardedOptimizer(Optimizer):
+    """Updates this rank's part of every parameter: what :func:`zeroshard.shard` returns for an optimizer.
+
+    Its groups, defaults and hooks are those of the given optimizer, so a scheduler that was made for that works.
+    """
+
+    def __init__(self, engine: Engine, user: Optimizer) -> None:
+        if type(user) not in ELEMENTWISE:
+            raise NotImplementedError(
+                f"{type(user).__name__} is not known to update each element by itself: the new core does not support "
+                f"it yet. Known are {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}"
+            )
+        shared = {name: value for name, value in vars(user).items() if not callable(value)}
+        self.__dict__.update(shared)
+        self._patch_step_function()
+        self._engine = engine
+        self._inner = _private_copy(user)
+        self._slices: list[Slice] = []
+        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        self._fused = FusedAdam.of(self._inner, engine)
+        if user.state:
+            self.load_state_dict(user.state_dict())
+            user.state.clear()
+        self._join_slices()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: this rank has a part of the states."""
+        return self._engine.__reduce__()
+
+    # -- slices -------------------------------------------------------------------------------------------------
+
+    def _new_slices(self, number: int) -> list[Slice]:
+        """Return one slice for each parameter of a group."""
+        found = []
+        for parameter in self.param_groups[number]["params"]:
+            place = self._engine.place.get(id(parameter))
+            if place is None:
+                raise ValueError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
+                    "the model: make the optimizer from model.parameters() before shard()"
+                )
+            flat, index = place
+            if flat.is_trainable:
+                found.append(Slice(number, flat, range(index, index + 1)))
+        return found
+
+    def _set_slices(self, slices: list[Slice]) -> None:
+        self._slices = slices
+        for number, group in enumerate(self._inner.param_groups):
+            group["params"] = [each.values for each in slices if each.group == number]
+
+    def _slices_with_gradient(self) -> list[Slice]:
+        """Divide the slices, so that all parameters of each have a gradient or none has; return those that have."""
+        gradients = self._engine.gradient_of
+        slices = split_by_gradient(self._slices, gradients, self._inner.state)
+        if len(slices) > len(self._slices):
+            self._set_slices(slices)
+        return [each for each in slices if each.has_grad(gradients)]
+
+    def _join_slices(self) -> None:
+        self._set_slices(joined(self._slices, self._engine.flats, self._inner.state))
+
+    def _places(self) -> Iterator[tuple[Flat, int]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield self._engine.place[id(parameter)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the model."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        number = len(self.param_groups) - 1
+        if number < len(self._inner.param_groups):  # torch's own constructor, or a copy of it, calls this
+            return
+        added = self._new_slices(number)
+        self._inner.add_param_group({**group, "params": [torch.zeros((), device="cpu")]})
+        self._set_slices(self._slices + added)
+        self._join_slices()
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the mean of the gradients over the ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self._engine
+        if engine.gathered_count:
+            raise RuntimeError("a step inside gathered(model) would be lost at its end: call step() after it")
+        engine.finish_gradients()
+        engine.settle_gradients()
+        engine.observers.on_step(engine)
+        with torch.no_grad():
+            slices = self._slices_with_gradient()
+            with self._options_shared():
+                is_written = self._update(slices)
+            engine.end_step({each.flat: is_written for each in slices})
+        return loss
+
+    def _update(self, slices: list[Slice]) -> bool:
+        """Update slices; return whether this rank's parameters are written, too."""
+        if self._fused is not None and self._fused.can_step():
+            self._fused.step(slices)
+            return True
+        batches = _batches(slices, self._engine) if _is_plain_step(self._inner) else [slices]
+        for batch in batches:
+            for each in batch:
+                each.set_gradient(self._engine.gradient_of)
+            self._inner.step()
+            for each in batch:
+                each.values.grad = None
+        return False
+
+    @contextmanager
+    def _options_shared(self) -> Iterator[None]:
+        """Give the private optimizer the options of the user's groups, and these what it changes."""
+        pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        for group, inner in pairs:
+            inner.update({name: value for name, value in group.items() if name != "params"})
+        try:
+            yield
+        finally:
+            for group, inner in pairs:
+                group.update({name: value for name, value in inner.items() if name != "params"})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters, or make them zero."""
+        self._engine.abort_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            if set_to_none:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+                for gradient in self._engine.gradients:
+                    gradient.collect()
+            else:
+                super().zero_grad(set_to_none=False)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what a backward starts from: the loss itself, since fp32 and bf16 need no loss scaling."""
+        return loss
+
+    # -- clipping -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm over all parameters and ranks is at most ``max_norm``.
+
+        Return the norm before. All ranks call it together.
+        """
+        parts = self._gradient_parts()
+        engine = self._engine
+        counted = [part for flat, part in parts if flat.layout.counts(flat.grad_placements)]
+        engine.order.record(Kind.NORM)
+        total = norms_over_ranks([counted], norm_type, engine.axes, engine.device)[0]
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(f"the gradient norm is {total.item()}: the gradients were not clipped")
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if parts:
+            torch._foreach_mul_([part for _, part in parts], factor)
+        return total
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-clip_value, clip_value]."""
+        parts = [part for _, part in self._gradient_parts()]
+        if parts:
+            torch._foreach_clamp_min_(parts, -clip_value)
+            torch._foreach_clamp_max_(parts, clip_value)
+
+    def _gradient_parts(self) -> list[tuple[Flat, torch.Tensor]]:
+        """Return this rank's parts of all gradients, to be changed in place."""
+        self._engine.finish_gradients()
+        self._engine.settle_gradients()
+        return [(each.flat, each.gradient(self._engine.gradient_of)) for each in self._slices_with_gradient()]
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of whole parameters, as the given optimizer would: a collective."""
+        engine = self._engine
+        engine.order.record(Kind.VALUES)
+        slice_of = {(each.flat, index): each for each in self._slices for index in each.indices}
+        states: dict[int, dict[str, Any]] = {}
+        for number, (flat, index) in enumerate(self._places()):
+            each = slice_of.get((flat, index))
+            state = {} if each is None else each.cut(self._inner.state.get(each.values, {}), range(index, index + 1))
+            for name, value in state.items():
+                is_part = isinstance(value, torch.Tensor) and value.dim() > 0
+                states.setdefault(number, {})[name] = flat.gather_one(value, index) if is_part else value
+        return {"state": states, "param_groups": self._packed_groups()}
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        packed = []
+        count = 0
+        for group in self.param_groups:
+            numbers = list(range(count, count + len(group["params"])))
+            packed.append({**{name: value for name, value in group.items() if name != "params"}, "params": numbers})
+            count += len(numbers)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of whole parameters, as :meth:`state_dict` returns them or a plain optimizer does."""
+        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        numbers = {place: number for number, place in enumerate(self._places())}
+        kept: dict[int, dict[str, Any]] = {}
+        groups = []
+        if [len(given["params"]) for given in state_dict["param_groups"]] != [
+            len(g["params"]) for g in self.param_groups
+        ]:
+            raise ValueError("the loaded groups have other numbers of parameters than those of this optimizer")
+        for given, inner in zip(state_dict["param_groups"], self._inner.param_groups, strict=True):
+            groups.append({**given, "params": list(range(len(kept), len(kept) + len(inner["params"])))})
+            for each in (each for each in self._slices if any(each.values is value for value in inner["params"])):
+                number = numbers[each.flat, each.indices[0]]
+                kept[len(kept)] = each.cut_whole(state_dict["state"].get(number, {}))
+        self._inner.load_state_dict({**state_dict, "state": kept, "param_groups": groups})
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({name: value for name, value in inner.items() if name != "params"})
+        self._join_slices()
+
+
+def _private_copy(user: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and groups, whose parameters are still to come."""
+    names = inspect.signature(type(user).__init__).parameters
+    options = {name: value for name, value in user.defaults.items() if name in names}
+    groups = [{**group, "params": [torch.zeros((), device="cpu")]} for group in user.param_groups]
+    return type(user)(copy.copy(groups), **options)
+
+
+def _is_plain_step(inner: Optimizer) -> bool:
+    """Return whether a step may be several calls, each for some slices."""
+    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+    return not hooks and ("step" not in vars(inner) or is_scheduler_step(inner))
+
+
+def _batches(slices: list[Slice], engine: Engine) -> list[list[Slice]]:
+    """Divide slices, so that copies of their gradients in the dtype of the masters need constant memory."""
+    batches: list[list[Slice]] = [[]]
+    left = engine.context.config.bucket_size
+    for each in slices:
+        needs_copy = each.flat.dtype != each.values.dtype
+        if needs_copy and batches[-1] and each.values.numel() > left:
+            batches.append([])
+            left = engine.context.config.bucket_size
+        batches[-1].append(each)
+        left -= each.values.numel() if needs_copy else 0
+    return batches

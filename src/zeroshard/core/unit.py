@@ -1,0 +1,100 @@
+"""Unit: flats that are gathered and reduced together."""
+
+from __future__ import annotations
+
+import enum
+from functools import partial
+
+import torch
+
+from zeroshard.core.flat import Flat
+from zeroshard.core.gradient import Gradient
+from zeroshard.core.parameter import GuardedParameter
+from zeroshard.core.transfers import Transfer, TransferQueue, together
+from zeroshard.utils.profiling import label
+
+
+class UnitState(enum.Enum):
+    """Where a unit's full parameters are."""
+
+    SHARDED = enum.auto()  # only what this rank keeps is in memory; the parameters are guarded
+    UNSHARDING = enum.auto()  # full memory is allocated, and new values are on their way; still guarded
+    UNSHARDED = enum.auto()  # in memory, and usable
+
+
+class Unit:
+    """Parameters that go through unshard → wait → use → reshard together.
+
+    If parameters are replicated they stay UNSHARDED, and go through UNSHARDING when the ranks exchange what the
+    optimizer has changed.
+    """
+
+    def __init__(self, name: str, flats: list[Flat], gathers: TransferQueue) -> None:
+        self.name = name
+        self.flats = flats
+        self.sharded_flats = [flat for flat in flats if flat.is_sharded]
+        self.gradients = [Gradient(flat) for flat in flats if flat.is_trainable]
+        self.is_sharded = bool(self.sharded_flats)
+        self.is_trainable = bool(self.gradients)
+        self.state = UnitState.UNSHARDED
+        self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
+        self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._classes = [type(parameter) for parameter in self.parameters]
+        self._gathers = gathers
+        self._transfer: Transfer | None = None  # while UNSHARDING
+        self._refresh: Transfer | None = None  # of what this rank keeps of sharded parameters
+
+    def start_unshard(self) -> None:
+        """Start the all-gathers."""
+        if self.state is not UnitState.SHARDED:
+            return
+        if self._refresh is not None:
+            self._refresh.wait()
+            self._refresh = None
+        for flat in self.sharded_flats:
+            flat.allocate_full()
+        with label("unshard {!r}", self.name):
+            self._transfer = self._gathers.start(together([flat.all_gather for flat in self.sharded_flats]))
+        self.state = UnitState.UNSHARDING
+
+    def start_refresh(self, stepped: dict[Flat, bool]) -> None:
+        """After the optimizer has changed masters: start to bring what is kept of the parameters up to date.
+
+        ``stepped``: their flats, and whether the optimizer has written this rank's part of the parameters, too.
+        """
+        own = [flat for flat in self.flats if flat in stepped]
+        for flat in own:
+            torch.autograd.graph.increment_version(flat.parameters)  # a graph of the old values is stale
+        changed = [flat for flat in own if flat.values is not flat.master]
+        if not changed:
+            return
+        transfer = self._gathers.start(together([partial(flat.refresh, stepped[flat]) for flat in changed]))
+        if self.is_sharded:
+            self._refresh = transfer
+        else:
+            self._transfer = transfer
+            self._guard()
+            self.state = UnitState.UNSHARDING
+
+    def wait(self) -> None:
+        """Make the parameters usable."""
+        if self.state is not UnitState.UNSHARDING:
+            return
+        assert self._transfer is not None
+        with label("wait for {!r}", self.name):
+            self._transfer.wait()
+        for parameter, original in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = original
+        self.state = UnitState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the full parameters."""
+        self.wait()
+        for flat in self.sharded_flats:
+            flat.free_full()
+        self._guard()
+        self.state = UnitState.SHARDED
+
+    def _guard(self) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = GuardedParameter

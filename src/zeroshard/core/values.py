@@ -1,0 +1,120 @@
+"""Named values of a sharded model: whole parameters, gradients and state dicts. All ranks call these together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zeroshard.core.axis import broadcast
+from zeroshard.core.engine import Engine
+from zeroshard.core.order import Kind
+
+
+@contextmanager
+def gathered(engine: Engine, write_rank: int | None) -> Iterator[None]:
+    """Have all parameters whole: see :func:`zeroshard.gathered`."""
+    engine.order.record(Kind.VALUES)
+    with engine.using(engine.units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
+        before = [] if write_rank is not None else [(flat, flat.full.clone()) for flat in engine.flats]
+        try:
+            yield
+            if write_rank is not None:
+                _write_back(engine, write_rank)
+        finally:
+            with torch.no_grad():
+                for flat, values in before:
+                    flat.full.copy_(values)
+            for unit in engine.units:
+                engine.observers.on_unsharded(unit)  # what has changed is known
+    engine.observers.on_values_changed(engine)
+
+
+@contextmanager
+def _counted(engine: Engine) -> Iterator[None]:
+    engine.gathered_count += 1
+    try:
+        yield
+    finally:
+        engine.gathered_count -= 1
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _check_memory(saved: torch.Tensor) -> torch.Tensor:
+    """Raise if a backward needs what was freed after gathered()."""
+    if saved.numel() and not saved.untyped_storage().nbytes():
+        raise RuntimeError(
+            "a backward needs parameters that were used inside gathered(), which has freed them: run the backward "
+            "inside it, too, or use them in the model's forward"
+        )
+    return saved
+
+
+@torch.no_grad()
+def _write_back(engine: Engine, write_rank: int) -> None:
+    """Keep the values of one rank."""
+    if any(flat.layout.axes is not engine.axes for flat in engine.flats):
+        raise NotImplementedError("gathered(write_rank=…) does not know yet which rank of another mesh that is")
+    for flat in engine.flats:
+        broadcast(flat.full, engine.axes, write_rank)
+        flat.adopt(flat.full)
+
+
+@torch.no_grad()
+def full_parameter(engine: Engine, name: str) -> torch.Tensor:
+    """Return one parameter whole, in the precision of its master."""
+    parameter = engine.model.get_parameter(name)
+    engine.observers.on_step(engine)
+    engine.order.record(Kind.VALUES)
+    flat, index = engine.place[id(parameter)]
+    return flat.gather_one(flat.master[flat.part(flat.state_span, index)], index)
+
+
+@torch.no_grad()
+def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
+    """Return one gradient whole; None if there is none on any rank."""
+    engine.finish_gradients()
+    gradient = engine.model.get_parameter(name).grad
+    return None if gradient is None else gradient.clone()
+
+
+@torch.no_grad()
+def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the whole model in host memory."""
+    engine.observers.on_step(engine)
+    engine.order.record(Kind.VALUES)
+    places = {}
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        places[name] = engine.place[id(parameter)]
+    found: dict[str, torch.Tensor] = {}
+    wholes = {}
+    for flat in engine.flats:
+        whole = flat.gather(flat.master, flat.state_placements)
+        for index in range(len(flat.parameters)):
+            wholes[flat, index] = flat.shaped(whole, index).cpu().clone()
+    for name in keys_of(engine.model):
+        if name in places:
+            found[name] = wholes[places[name]]
+        else:
+            found[name] = engine.model.get_buffer(name).detach().cpu().clone()
+    return found
+
+
+def keys_of(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and persistent buffers of a model, in the order of its state dict."""
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        names = [name for name, value in module._parameters.items() if value is not None]
+        names += [
+            name
+            for name, value in module._buffers.items()
+            if value is not None and name not in module._non_persistent_buffers_set
+        ]
+        found += [f"{prefix}.{name}" if prefix else name for name in names]
+    return found
