@@ -14,6 +14,7 @@ COMMANDS = {  # name → where its function is, and what it measures
     "activations": ("suites.memory:activations", "recomputed and offloaded activations: a step, and the largest batch"),
     "buckets": ("suites.stages:buckets", "a step by the size of buckets"),
     "checkpoint": ("suites.checkpoint:main", "saving and loading, compared with a raw write and FSDP2"),
+    "cores": ("suites.cores:main", "the new core beside the old one and the floor"),
     "docs": ("report:main", "rebuild the tables and charts of the pages from the records, or check them"),
     "evidence": ("evidence:main", "what experts ask for: curves, a Llama, predictions, kills, endurance"),
     "fp8": ("suites.fp8:main", "float8 products beside bf16: a step, its memory, and a loss curve"),

@@ -28,6 +28,7 @@ from benchmarks.harness.record import ROOT, Record, median, ratio, spread
 from benchmarks.paper import measured as paper
 from benchmarks.suites import (
     checkpoint,
+    cores,
     fp8,
     local_steps,
     memory,
@@ -104,9 +105,9 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
         ("import os; os.kill(os.getpid(), 9)", 60, "the process ended with status -9", ""),
         (
             "import sys, time; print('half way', file=sys.stderr, flush=True); time.sleep(60)",
-            1,
+            10,  # so much longer than a process takes to start that it has said something
             "half way",
-            "no result after 1 s",
+            "no result after 10 s",
         ),
     ],
 )
@@ -313,6 +314,27 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = cells(capsys.readouterr().out)[2:]
     assert [row[1] == row[3] for row in rows] == [True] * 4  # as predicted
     assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
+
+
+def test_the_cores(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cores, "MOST", 2)
+    monkeypatch.setitem(cores.CORES, "new", "zeroshard")  # the old one again: both have the same figures
+    monkeypatch.setitem(cores.CORES, "gone", "zeroshard.no_such_core")
+    given = ("--cases", "48x512", "--stages", "3", "--cores", "old,new,floor,gone", "--repeats", "2")
+    (result,) = run(cores.main, tmp_path, *given)
+    assert [one["core"] for one in result["runs"]] == ["old", "new", "floor", "gone", "old", "new", "floor"]
+    old, new, floor, gone, *_ = result["runs"]
+    assert old["opcodes"] > 10 * old["calls"] > 0 == floor["calls"] == floor["opcodes"]
+    exact = ("calls", "opcodes", "allocated", "loss")
+    assert [new[key] for key in exact] == [old[key] for key in exact]
+    assert gone["error"].endswith("No module named 'zeroshard.no_such_core'\n")
+    printed = capsys.readouterr().out
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
+    assert [line["core"] for line in lines] == [one["core"] for one in result["runs"]]
+    heads, _, *rows = cells(printed)
+    assert rows[1][heads.index("bytecodes / old")] == rows[2][heads.index("ms / floor")] == "1.00"
 
 
 @pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])
