@@ -17,7 +17,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat, FlatSpec
 from zeroshard.core.placement import rows_of
 from zeroshard.core.transfers import TransferQueue
-from zeroshard.core.unit import Unit
+from zeroshard.core.unit import Unit, allocate_together
 from zeroshard.sharding.precision import Precision
 from zeroshard.sharding.units import UnitSpec, find_cast_blocks, plan_units
 from zeroshard.utils.tree import cast_floats
@@ -45,11 +45,11 @@ class Builder:
         units_of: dict[nn.Module, list[Unit]] = {self._model: []}
         for spec in specs:
             unit = Unit(spec.name, self._make_flats(spec), gathers)
+            if unit.is_sharded:
+                unit.reshard()
             units.append(unit)
             for name in spec.modules:
                 units_of.setdefault(self._model.get_submodule(name), []).append(unit)
-            for flat in unit.sharded_flats:
-                flat.free_full()
         self._move_buffers()
         engine = Engine(self._model, units, units_of, self._context)
         self._install_casts(cast_blocks)
@@ -75,9 +75,15 @@ class Builder:
             rows = rows_of(self._config.stage, self._config.partition, len(axes))
             has_master = self._precision.has_master(compute_dtype)
             master_dtype = torch.float32 if has_master else compute_dtype
-            flat = Flat(named, FlatSpec(axes, rows, compute_dtype, master_dtype, divisor))
-            flat.allocate(self._context.device, self._context.pool)
-            flats.append(flat)
+            flats.append(Flat(named, FlatSpec(axes, rows, compute_dtype, master_dtype, divisor)))
+        pool = self._context.pool
+        sharded = [flat for flat in flats if flat.is_sharded]
+        kept = [flat for flat in flats if not flat.is_sharded]
+        with pool:
+            fulls = allocate_together(kept, self._context.device)
+        fulls += allocate_together(sharded, self._context.device)
+        for flat, full in zip(kept + sharded, fulls, strict=True):
+            flat.allocate(full, pool)
         return flats
 
     def _move_buffers(self) -> None:

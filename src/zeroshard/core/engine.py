@@ -59,6 +59,7 @@ class Engine:
         self._unit_of = {flat: unit for unit in units for flat in unit.flats}
         config = context.config
         self._prefetches = config.prefetch
+        self._following: Unit | None = None  # what is probably gathered next
         has_buffers = config.broadcast_buffers and next(model.buffers(), None) is not None
         self._buffers = BufferBroadcaster(model, context.axes, self.order) if has_buffers else None
         # passes
@@ -113,8 +114,6 @@ class Engine:
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
-        for unit in units:
-            self.reshard(unit)
         self.observers.on_values_changed(self)
 
     def __reduce__(self) -> NoReturn:
@@ -132,22 +131,26 @@ class Engine:
                 if unit.is_sharded:
                     self.order.record(Kind.GATHER, unit)
                     unit.start_unshard()
-            following = self.order.next_gather() if self._prefetches else None
-            if following is not None:
-                following.start_unshard()
+            self._following = self.order.next_gather()
+            if self._following is not None and self._prefetches:
+                self._following.start_unshard()
             for unit in absent:
                 unit.wait()
                 self.observers.on_unsharded(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit, if nothing uses it."""
+        """Free a unit, if nothing uses it, and it is not the one that probably follows."""
         if unit.is_sharded and not unit.users and unit.state is not UnitState.SHARDED:
             if unit.state is UnitState.UNSHARDED:
                 self.observers.on_reshard(unit)
-            unit.reshard()
+            if unit is self._following:
+                unit.keep()
+            else:
+                unit.reshard()
 
     def reshard_all(self) -> None:
         """Free all units that nothing uses, also those that were prefetched in vain."""
+        self._following = None
         for unit in self.units:
             self.reshard(unit)
 
@@ -160,6 +163,7 @@ class Engine:
         try:
             yield
         finally:
+            self._following = None
             for unit in units:
                 unit.users -= 1
                 self.reshard(unit)
@@ -195,17 +199,14 @@ class Engine:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def _next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
-
     def _pre_forward(self, module: nn.Module, *_: object) -> None:
         if is_in_backward():
             self._recompute(module)
             return
         if not self._running:
             self._begin_forward()
-        call = Call(module, list(self._units_of[module]), self._next_tick())
+        self._tick += 1
+        call = Call(module, list(self._units_of[module]), self._tick)
         self._running.append(call)
         for unit in call.units:
             unit.users += 1
@@ -229,7 +230,8 @@ class Engine:
         if is_in_backward() or not is_own:
             return
         call = self._running.pop()
-        call.end = self._next_tick()
+        self._tick += 1
+        call.end = self._tick
         self._forward.calls.append(call)
         has_graph = torch.is_grad_enabled()
         if has_graph and torch._C._functorch.peek_interpreter_stack() is None:  # no hooks on what vmap and grad make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +60,8 @@ class Flat:
         ranks = math.prod(axis.size for axis in spec.axes)
         self.layout = Layout(spec.axes, round_up(end, ALIGN_ELEMENTS * ranks))
         usual = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
-        self.is_plain = usual == self._strides and sum(map(torch.Size.numel, self.shapes)) == self.layout.numel
+        self.is_contiguous = usual == self._strides
+        self.is_single = len(self.parameters) == 1 and self.ranges[0].stop == self.layout.numel
         self.param_placements: Placements = tuple(row.parameters for row in spec.rows)
         self.grad_placements: Placements = tuple(row.gradients for row in spec.rows)
         self.held_placements: Placements = tuple(_held(row) for row in spec.rows)
@@ -71,7 +71,14 @@ class Flat:
         self.is_sharded = Placement.SHARD in self.param_placements and (ranks > 1 or has_master_copy)
         self.state_span = self.layout.span(self.state_placements)
         self.grad_span = self.layout.span(self.grad_placements)
+        self.grad_numel = self.grad_span.stop - self.grad_span.start
         self._param_span = self.layout.span(self.param_placements)
+        self.is_averaged = _can_average(spec)
+
+    def _gap_ranges(self) -> list[slice]:
+        """Return the elements between each parameter and the next one."""
+        starts = [own.start for own in self.ranges[1:]]
+        return [slice(own.stop, next) for own, next in zip(self.ranges, [*starts, self.layout.numel], strict=True)]
 
     # -- one door between a parameter and its range -----------------------------------------------------------------
 
@@ -105,19 +112,21 @@ class Flat:
     # -- values -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def allocate(self, device: torch.device, pool: Pool) -> None:
+    def allocate(self, full: torch.Tensor, pool: Pool) -> None:
         """Take over the first rank's values of the parameters, and make these views of ``full``.
 
         ``pool``: where memory is allocated that is never freed.
         """
-        exact = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=device)
+        self.full = full
+        exact = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=full.device)
         for index, parameter in enumerate(self.parameters):
             self.shaped(exact, index).copy_(parameter.detach())
         broadcast(exact, self.layout.axes)
-        with nullcontext() if self.is_sharded else pool:
-            self.full = exact.to(self.dtype, copy=True)
-        self.views = [self.shaped(self.full, index) for index in range(len(self.parameters))]
-        self._own = self.full[self._param_span]
+        full.copy_(exact)
+        self.views = [self.shaped(full, index) for index in range(len(self.parameters))]
+        with pool:
+            zeros = full.new_zeros(max(gap.stop - gap.start for gap in self._gap_ranges()))
+        self.gaps = [[zeros[: gap.stop - gap.start]] if gap.stop > gap.start else [] for gap in self._gap_ranges()]
         if self.has_own_master:
             with pool:
                 self.master = exact[self.state_span].clone()
@@ -129,7 +138,7 @@ class Flat:
             self.values = self.master
         else:
             with pool:
-                self.values = self._own.clone()
+                self.values = full[self._param_span].clone()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
         origin = 0 if self.values is self.full else self._param_span.start
@@ -147,33 +156,27 @@ class Flat:
         """Whether this rank keeps values of its part of the parameters besides the master."""
         return self.values is not self.master and self.has_own_master
 
-    def allocate_full(self) -> None:
-        """Allocate the memory of all values, which :meth:`all_gather` fills."""
-        self.full.untyped_storage().resize_(self.full.nbytes)
-
-    def free_full(self) -> None:
-        """Free the memory of all values."""
-        self.full.untyped_storage().resize_(0)
-
     def all_gather(self) -> Steps:
-        """Start to collect all values. A master is cast into the all-gather's own input."""
-        self._own.copy_(self.values)
-        return self.layout.redistribute(self.full, self.param_placements, self.layout.replicated)
+        """Collect all values. A master is cast into the all-gather's own input."""
+        return self.layout.redistribute(self.full, self.param_placements, self.layout.replicated, part=self.values)
 
     def refresh(self, has_copied: bool) -> Steps:
-        """Start to bring what this rank keeps of the parameters up to date with the masters.
+        """Bring what this rank keeps of the parameters up to date with the masters.
 
         ``has_copied``: the optimizer has written this rank's part already.
         """
-        if self.copies_master and not has_copied:
-            self.kept_master.copy_(self.master)
-        return self.layout.redistribute(self.values, self.state_placements, self.param_placements, origin=self._origin)
+        return self.layout.redistribute(
+            self.values,
+            self.state_placements,
+            self.param_placements,
+            origin=self._origin,
+            part=self.master if self.copies_master and not has_copied else None,
+        )
 
     def gather(self, part: torch.Tensor, placements: Placements) -> torch.Tensor:
         """Return all elements of a state that is placed like this: a collective."""
         buffer = torch.zeros(self.layout.numel, dtype=part.dtype, device=part.device)
-        buffer[self.layout.span(placements)] = part
-        finish(self.layout.redistribute(buffer, placements, self.layout.replicated))
+        finish(self.layout.redistribute(buffer, placements, self.layout.replicated, part=part))
         return buffer
 
     def gather_one(self, part: torch.Tensor, index: int) -> torch.Tensor:
@@ -198,6 +201,17 @@ class Flat:
 def _held(row: Row) -> Placement:
     """Return where a gradient is between the backwards of a step."""
     return row.gradients if row.reduced is Reduced.EVERY_BACKWARD else Placement.PARTIAL
+
+
+def _can_average(spec: FlatSpec) -> bool:
+    """Return whether NCCL averages gradients while it reduces: no kernel has to divide.
+
+    Not if that is less exact (16 bits, and the number of ranks is no power of two), or underflows (fp16).
+    """
+    is_power_of_two = spec.divisor & (spec.divisor - 1) == 0
+    is_exact = spec.dtype is torch.float32 or (spec.dtype is torch.bfloat16 and is_power_of_two)
+    is_mean = spec.divisor == math.prod(axis.size for axis in spec.axes)
+    return is_exact and is_mean and all(axis.backend == "nccl" for axis in spec.axes if axis.size > 1)
 
 
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from zeroshard.core.handle import GradientHandle
 _GET_GRAD = operator.attrgetter("_grad")
 _IS_THERE = partial(operator.is_not, None)
 _new_handle: Any = torch.Tensor._make_wrapper_subclass
+_UNHELD = next(map(sys.getrefcount, [object()]))  # what this returns for an object that only a list holds
 
 
 class Gradient:
@@ -40,6 +42,7 @@ class Gradient:
         self.placements = flat.grad_placements  # of ``reduced``
         self.has_grad = [False] * count  # of those in ``reduced``: on any rank
         self._handles: list[GradientHandle | None] = [None] * count  # in ``parameter.grad``
+        self._spare = list(self._handles)  # earlier ones that nobody else has: making one takes longer than reducing it
         self.memory: torch.Tensor | None = None  # for ``reduced``
         self._full: torch.Tensor | None = None  # all of ``reduced``, and the user may write into it
         self._stale: tuple[torch.Tensor, torch.Tensor] | None = None  # an earlier one that has views, and a copy of it
@@ -54,16 +57,11 @@ class Gradient:
         self.norms: Callable[[list[GradientHandle], float], list[torch.Tensor]] = _no_engine  # a collective
 
     @property
-    def has_local(self) -> bool:
-        """Whether this rank has summands."""
-        return any(map(_IS_THERE, self.local))
-
-    @property
     def is_pending(self) -> bool:
         """Whether something of it still has to be reduced."""
         if self.reduced is None:
             return any(map(_IS_THERE, self._handles))
-        return self.has_local or self.placements != self.flat.grad_placements
+        return any(map(_IS_THERE, self.local)) or self.placements != self.flat.grad_placements
 
     # -- from and to ``parameter.grad`` -----------------------------------------------------------------------------
 
@@ -75,24 +73,26 @@ class Gradient:
             if not any(map(_IS_THERE, found)):
                 self.clear()
                 return
-            self.settle()
+            if self._full is not None or self._stale is not None:
+                self.settle()
             if all(map(operator.is_, found, self._handles)):
                 return
             for index, value in enumerate(found):
-                if value is None or value is not self._handles[index]:
-                    handle = self._handles[index]
-                    if isinstance(value, GradientHandle):
-                        if handle is None or value.original is not handle:
-                            _refuse_handle(self.flat.names[index])
-                        parameters[index]._grad = handle
-                        continue
-                    if handle is not None:
-                        self._forget(index)
-                    if value is not None:
-                        self.local[index] = _dense(value)
-                        self._is_borrowed[index] = False
-                        self._expose(index)
-                        self._handles[index].has_graph = value.requires_grad  # type: ignore[union-attr]
+                handle = self._handles[index]
+                if value is handle:
+                    continue
+                if isinstance(value, GradientHandle):
+                    if handle is None or value.original is not handle:
+                        _refuse_handle(self.flat.names[index])
+                    parameters[index]._grad = handle
+                    continue
+                if handle is not None:
+                    self._forget(index)
+                if value is not None:
+                    has_graph = value.requires_grad
+                    self.local[index] = _dense(value) if has_graph or value.layout is not torch.strided else value
+                    self._is_borrowed[index] = False
+                    self._expose(index, has_graph)
 
     def expose(self, is_present: list[bool]) -> None:
         """Leave handles in ``parameter.grad`` of parameters that have a gradient on any rank."""
@@ -102,10 +102,14 @@ class Gradient:
                     if has_grad and self._handles[index] is None:
                         self._expose(index)
 
-    def _expose(self, index: int) -> None:
-        handle = _new_handle(GradientHandle, **self._handle_options[index])
-        handle.owner_reference = self._reference
-        handle.number = index
+    def _expose(self, index: int, has_graph: bool = False) -> None:
+        handle = self._spare[index]
+        if handle is None:
+            handle = _new_handle(GradientHandle, **self._handle_options[index])
+            handle.owner_reference = self._reference
+            handle.number = index
+        self._spare[index] = None
+        handle.has_graph = has_graph
         self._handles[index] = handle
         self.flat.parameters[index]._grad = handle
 
@@ -134,6 +138,9 @@ class Gradient:
         if self.reduced is None and not any(map(_IS_THERE, self._handles)):
             return
         count = len(self.local)
+        holders = map(sys.getrefcount, self._handles)
+        pairs = zip(holders, self._handles, strict=True)
+        self._spare = [handle if number == _UNHELD else None for number, handle in pairs]
         self.memory = None
         self.reduced = None
         self._full = None
@@ -147,12 +154,6 @@ class Gradient:
     def presence(self) -> list[bool]:
         """Return which parameters have a summand."""
         return list(map(_IS_THERE, self.local))
-
-    def take_local(self) -> list[torch.Tensor | None]:
-        """Return the summands, which are now the caller's."""
-        taken = self.local
-        self.local = [None] * len(taken)
-        return taken
 
     # -- what the user sees and changes -----------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from zeroshard.core.axis import Axis, Steps
+from zeroshard.core.axis import Axis
 from zeroshard.core.placement import Placement, Placements
 
 
@@ -41,14 +43,10 @@ class Layout:
         self.part_numel = numel // self.ranks
         self.replicated: Placements = (Placement.REPLICATE,) * len(axes)
         self.partial: Placements = (Placement.PARTIAL,) * len(axes)
-        self._spans: dict[Placements, slice] = {}
-        self._hops: dict[tuple[Placements, Placements], list[Hop]] = {}
-
-    def span(self, placements: Placements) -> slice:
-        """Return the elements that this rank has."""
-        if placements not in self._spans:
-            self._spans[placements] = self._find_span(placements)
-        return self._spans[placements]
+        # the elements that this rank has, by placements
+        self.span: Callable[[Placements], slice] = cache(self._find_span)
+        # the collectives that bring a state from some placements to others
+        self.hops: Callable[[Placements, Placements], list[Hop]] = cache(self._find_hops)
 
     def _find_span(self, placements: Placements) -> slice:
         start = 0
@@ -63,13 +61,6 @@ class Layout:
         """Return whether this rank adds its elements to a sum over all ranks that counts every element once."""
         pairs = zip(self.axes, placements, strict=True)
         return all(axis.rank == 0 or placement is Placement.SHARD for axis, placement in pairs)
-
-    def hops(self, placements: Placements, to: Placements) -> list[Hop]:
-        """Return the collectives that bring a state to other placements."""
-        key = (placements, to)
-        if key not in self._hops:
-            self._hops[key] = self._find_hops(placements, to)
-        return self._hops[key]
 
     def _find_hops(self, placements: Placements, to: Placements) -> list[Hop]:
         now = list(placements)
@@ -92,14 +83,19 @@ class Layout:
         to: Placements,
         *,
         origin: int = 0,
+        part: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         is_averaged: bool = False,
-    ) -> Steps:
+    ) -> Generator[None, None, torch.Tensor]:
         """Bring values to other placements, in place: a generator that yields while a collective is under way.
 
-        ``buffer`` begins at element ``origin`` of the flat. With ``output``, the result of a reduce-scatter goes there.
+        ``buffer`` begins at element ``origin`` of the flat. ``part``: this rank's values, which are not there yet. With
+        ``output``, the result of a reduce-scatter goes there. Return where a reduction has left its result.
         """
-        hops = self._hops.get((placements, to)) or self.hops(placements, to)
+        if part is not None:
+            own = self.span(placements)
+            buffer[own.start - origin : own.stop - origin].copy_(part)
+        hops = self.hops(placements, to)
         values = buffer
         for hop in hops:
             axis = hop.axis
@@ -118,3 +114,4 @@ class Layout:
             axis.wait(work)
             if complete is not None:
                 complete()
+        return values

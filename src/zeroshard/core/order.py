@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zeroshard.comm.consistency import ConsistencyChecker
 from zeroshard.core.unit import Unit
@@ -29,8 +30,7 @@ class Kind(enum.Enum):
     REFRESH = "refresh parameters"
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One of them, of a unit or of the model."""
 
     kind: Kind

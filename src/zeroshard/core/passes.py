@@ -31,20 +31,12 @@ class ForwardPass:
 
     calls: list[Call] = field(default_factory=list)  # in the order of their end
 
-    def first_uses(self) -> dict[Unit, int]:
-        """Return the tick at which each unit was first used."""
-        found: dict[Unit, int] = {}
-        for call in self.calls:
-            for unit in call.units:
-                found[unit] = min(call.start, found.get(unit, call.start))
-        return found
-
 
 class BackwardPass:
     """How far one backward has come over the calls of its forwards."""
 
     def __init__(self) -> None:
-        self.first_use: dict[Unit, int] = {}
+        self.first_use: dict[Unit, int] = {}  # the tick at which a forward used it first
         self.open: set[Unit] = set()  # visited, and not done
         self.forwards: list[ForwardPass] = []  # visited
         self._pending: list[Call] = []  # hooked calls that are not visited; the next one is last
@@ -52,8 +44,9 @@ class BackwardPass:
 
     def expect(self, forward: ForwardPass) -> None:
         """Note a forward that this backward may go through: autograd does not say so before it does."""
-        for unit, start in forward.first_uses().items():
-            self.first_use[unit] = min(start, self.first_use.get(unit, start))
+        for call in forward.calls:
+            for unit in call.units:
+                self.first_use[unit] = min(call.start, self.first_use.get(unit, call.start))
 
     def add(self, forward: ForwardPass) -> None:
         """Add a forward that this backward goes through."""

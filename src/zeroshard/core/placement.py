@@ -14,6 +14,8 @@ class Placement(enum.Enum):
     SHARD = enum.auto()  # its part
     PARTIAL = enum.auto()  # a summand: the sum over the ranks is the state
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and placements are keys
+
 
 Placements = tuple[Placement, ...]  # one for each axis, the outermost first
 

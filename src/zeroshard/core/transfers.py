@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,19 +11,13 @@ from zeroshard.core.axis import Steps, finish
 from zeroshard.memory.streams import SideStream
 
 
+@dataclass(eq=False, slots=True)
 class Transfer:
-    """Values on their way. After :meth:`wait`, later work on this thread and stream may use them."""
+    """Values on their way."""
 
-    def __init__(self, queue: TransferQueue, steps: Steps, kept: object) -> None:
-        self.steps: Steps | None = steps  # None: waited for
-        self.kept = kept  # tensors that a side stream still uses
-        self.event: torch.Event | None = None
-        self._queue = queue
-
-    def wait(self) -> None:
-        """Wait until the values are there."""
-        if self.steps is not None:
-            self._queue.wait_for(self)
+    steps: tuple[Steps, ...]  # empty: all of it is done, or launched
+    kept: object  # tensors that a side stream still uses
+    event: torch.Event | None = None  # on a GPU, when it is done
 
 
 class TransferQueue:
@@ -41,39 +35,34 @@ class TransferQueue:
         self._stream = SideStream(device) if device.type == "cuda" else None
         self._pending: deque[Transfer] = deque()  # on a CPU
 
-    def start(self, steps: Steps, kept: object = None) -> Transfer:
-        """Start a transfer. ``kept``: tensors that it uses, and that nobody else keeps alive until it is done."""
-        transfer = Transfer(self, steps, kept)
+    def start(self, *steps: Steps, kept: object = None) -> Transfer:
+        """Start redistributions as one transfer.
+
+        ``kept``: tensors that it uses, and that nobody else keeps alive until it is done.
+        """
+        transfer = Transfer(steps, kept)
         if self._stream is None:
-            next(steps, None)
+            for each in steps:
+                next(each, None)
             self._pending.append(transfer)
-        else:
-            with self._stream:
-                for _ in steps:
-                    pass
-                transfer.event = self._stream.record_event()
+            return transfer
+        with self._stream:
+            for each in steps:
+                next(each, None)
+            for each in steps:
+                finish(each)
+            transfer.event = self._stream.record_event()
+        transfer.steps = ()
         return transfer
 
-    def wait_for(self, transfer: Transfer) -> None:
-        """Wait for a transfer."""
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until the values are there: later work on this thread and stream may use them."""
         if self._stream is not None:
             self._stream.compute_wait_event(transfer.event)
-            transfer.steps = None
             transfer.kept = None
-        while transfer.steps is not None:
+        while transfer.steps:
             oldest = self._pending.popleft()
-            assert oldest.steps is not None
-            finish(oldest.steps)
-            oldest.steps = None
+            for each in oldest.steps:
+                finish(each)
+            oldest.steps = ()
             oldest.kept = None
-
-
-def together(starts: list[Callable[[], Steps]]) -> Steps:
-    """Run several transfers at the same time, as one."""
-    started = [start() for start in starts]
-    for steps in started:
-        next(steps, None)
-    yield
-    for steps in started:
-        for _ in steps:
-            pass

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from functools import partial
 
 import torch
 
-from zeroshard.core.flat import Flat
+from zeroshard.core.flat import Flat, round_up
 from zeroshard.core.gradient import Gradient
 from zeroshard.core.parameter import GuardedParameter
-from zeroshard.core.transfers import Transfer, TransferQueue, together
+from zeroshard.core.transfers import Transfer, TransferQueue
 from zeroshard.utils.profiling import label
+
+ALIGN_BYTES = 512  # as CUDA's allocator does
 
 
 class UnitState(enum.Enum):
@@ -20,6 +21,16 @@ class UnitState(enum.Enum):
     SHARDED = enum.auto()  # only what this rank keeps is in memory; the parameters are guarded
     UNSHARDING = enum.auto()  # full memory is allocated, and new values are on their way; still guarded
     UNSHARDED = enum.auto()  # in memory, and usable
+
+
+def allocate_together(flats: list[Flat], device: torch.device) -> list[torch.Tensor]:
+    """Return memory for all values of each flat, in one storage: a unit is gathered and freed as a whole."""
+    sizes = [round_up(flat.layout.numel * flat.dtype.itemsize, ALIGN_BYTES) for flat in flats]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    found = []
+    for flat, piece in zip(flats, torch.split(memory, sizes), strict=True):
+        found.append(piece[: flat.layout.numel * flat.dtype.itemsize].view(flat.dtype))
+    return found
 
 
 class Unit:
@@ -35,6 +46,9 @@ class Unit:
         self.sharded_flats = [flat for flat in flats if flat.is_sharded]
         self.gradients = [Gradient(flat) for flat in flats if flat.is_trainable]
         self.is_sharded = bool(self.sharded_flats)
+        if self.is_sharded:
+            self._storage = self.sharded_flats[0].full.untyped_storage()
+            self._nbytes = self._storage.nbytes()
         self.is_trainable = bool(self.gradients)
         self.state = UnitState.UNSHARDED
         self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
@@ -49,12 +63,11 @@ class Unit:
         if self.state is not UnitState.SHARDED:
             return
         if self._refresh is not None:
-            self._refresh.wait()
+            self._gathers.wait(self._refresh)
             self._refresh = None
-        for flat in self.sharded_flats:
-            flat.allocate_full()
+        self._storage.resize_(self._nbytes)
         with label("unshard {!r}", self.name):
-            self._transfer = self._gathers.start(together([flat.all_gather for flat in self.sharded_flats]))
+            self._transfer = self._gathers.start(*[flat.all_gather() for flat in self.sharded_flats])
         self.state = UnitState.UNSHARDING
 
     def start_refresh(self, stepped: dict[Flat, bool]) -> None:
@@ -68,7 +81,7 @@ class Unit:
         changed = [flat for flat in own if flat.values is not flat.master]
         if not changed:
             return
-        transfer = self._gathers.start(together([partial(flat.refresh, stepped[flat]) for flat in changed]))
+        transfer = self._gathers.start(*[flat.refresh(stepped[flat]) for flat in changed])
         if self.is_sharded:
             self._refresh = transfer
         else:
@@ -82,7 +95,7 @@ class Unit:
             return
         assert self._transfer is not None
         with label("wait for {!r}", self.name):
-            self._transfer.wait()
+            self._gathers.wait(self._transfer)
         for parameter, original in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = original
         self.state = UnitState.UNSHARDED
@@ -90,10 +103,14 @@ class Unit:
     def reshard(self) -> None:
         """Free the full parameters."""
         self.wait()
-        for flat in self.sharded_flats:
-            flat.free_full()
+        self._storage.resize_(0)
         self._guard()
         self.state = UnitState.SHARDED
+
+    def keep(self) -> None:
+        """Keep the full parameters for the next use, as if they had been prefetched for it."""
+        self._guard()
+        self.state = UnitState.UNSHARDING
 
     def _guard(self) -> None:
         for parameter in self.parameters:
