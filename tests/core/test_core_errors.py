@@ -6,10 +6,11 @@ from typing import Any
 
 import plain
 import pytest
-from core_runs import api, on_ranks
+import torch
+from core_runs import api, assert_same, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import every_stage
-from plain import batches, sharded
+from plain import batches, net_loss, sharded
 from zoo import make_net
 
 NET = make_net()
@@ -35,3 +36,34 @@ def test_nothing_is_kept_of_gathered_after_an_error(write_rank: int | None, prec
         plain.assert_equal(after, before)
 
     on_ranks(2, body)
+
+
+PLACES = {
+    "model": lambda model: model.register_forward_pre_hook,
+    "block": lambda model: model.blocks[1].register_forward_pre_hook,
+    "layer of a block": lambda model: model.blocks[1].up.register_forward_hook,
+    "layer": lambda model: model.head.register_forward_hook,
+}
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "forward", "evaluation"])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_after_ctrl_c_in_a_forward(place: str, then: str) -> None:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for number, batch in enumerate(data):
+            if number % 2:
+                handle = PLACES[place](model)(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    net_loss(model, batch)
+                handle.remove()
+                if then == "zero_grad":
+                    optimizer.zero_grad()
+                elif then == "evaluation":
+                    with torch.no_grad():
+                        net_loss(model, batch)
+            plain.train_step(model, optimizer, batch)
+            if api.is_sharded(model):
+                engine = model._zeroshard_core
+                assert not engine.is_running and not any(unit.users for unit in engine.units)
+
+    assert_same(NET, loop, data=batches(5))
