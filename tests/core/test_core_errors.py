@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import plain
 import pytest
 import torch
-from core_runs import api, assert_same, on_ranks
+from core_runs import api, assert_same, new_core, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import every_stage
 from plain import batches, net_loss, sharded
@@ -67,3 +68,22 @@ def test_training_goes_on_after_ctrl_c_in_a_forward(place: str, then: str) -> No
                 assert not engine.is_running and not any(unit.users for unit in engine.units)
 
     assert_same(NET, loop, data=batches(5))
+
+
+@new_core
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_ranks_have_the_same_values_after_ctrl_c_in_a_step(precision: str | None) -> None:
+    """What the step had updated by then counts; global hooks run inside the step of the private optimizer, too."""
+
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        inner = optimizer._inner if api.is_sharded(model) else optimizer
+        for number, batch in enumerate(data):
+            net_loss(model, batch).backward()
+            handle = inner.register_step_post_hook(interrupt) if number % 2 else None
+            with pytest.raises(KeyboardInterrupt) if handle else contextlib.nullcontext():
+                optimizer.step()
+            if handle:
+                handle.remove()
+            optimizer.zero_grad()
+
+    assert_same(NET, loop, plain.momentum, data=batches(5), precision=precision)

@@ -121,9 +121,12 @@ class ShardedOptimizer(Optimizer):
         engine.observers.on_step(engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
-            with self._options_shared():
-                is_written = self._update(slices)
-            engine.end_step({each.flat: is_written for each in slices})
+            is_written = False
+            try:
+                with self._options_shared():
+                    is_written = self._update(slices)
+            finally:  # also after an error: what has changed by then is known to all ranks
+                engine.end_step({each.flat: is_written for each in slices})
         return loss
 
     def _update(self, slices: list[Slice]) -> bool:
