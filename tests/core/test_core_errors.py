@@ -10,8 +10,8 @@ import pytest
 import torch
 from core_runs import api, assert_same, new_core, on_ranks
 from core_runs import tested_core as tested_core
-from pairs import every_stage
-from plain import batches, net_loss, sharded
+from pairs import at_stages, every_stage
+from plain import batches, net_loss, sharded, shares
 from zoo import make_net
 
 NET = make_net()
@@ -87,3 +87,19 @@ def test_ranks_have_the_same_values_after_ctrl_c_in_a_step(precision: str | None
             optimizer.zero_grad()
 
     assert_same(NET, loop, plain.momentum, data=batches(5), precision=precision)
+
+
+@at_stages(0, 1, 3)
+def test_states_of_a_parameter_are_not_read_from_the_optimizer(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(NET, plain.adamw, stage=stage, timeout=20)
+        plain.train_step(model, optimizer, shares(batches(1), rank, 2)[0])
+        for parameter in model.parameters():
+            with pytest.raises(RuntimeError, match="state_dict"):
+                optimizer.state[parameter]["exp_avg"]
+            with pytest.raises(RuntimeError, match="state_dict"):
+                optimizer.state[parameter] = {}
+        with pytest.raises(AttributeError):
+            optimizer.state = {}
+
+    on_ranks(2, body)
