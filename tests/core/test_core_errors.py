@@ -14,6 +14,9 @@ from pairs import at_stages, every_stage
 from plain import batches, net_loss, sharded, shares
 from zoo import make_net
 
+from zeroshard.core.axis import Steps
+from zeroshard.core.transfers import Transfer, TransferQueue
+
 NET = make_net()
 
 
@@ -101,5 +104,31 @@ def test_states_of_a_parameter_are_not_read_from_the_optimizer(stage: int) -> No
                 optimizer.state[parameter] = {}
         with pytest.raises(AttributeError):
             optimizer.state = {}
+
+    on_ranks(2, body)
+
+
+class LateQueue(TransferQueue):
+    """Begins a transfer when somebody waits for it, as a side stream may."""
+
+    def start(self, steps: Steps, kept: object = None) -> Transfer:
+        transfer = Transfer(self, steps, kept)
+        self._pending.append(transfer)
+        return transfer
+
+
+@new_core
+@at_stages(0, 1, 2)
+def test_parameters_are_written_before_another_optimizer_may_write_next_to_them(stage: int) -> None:
+    """A fused optimizer writes its part of a flat itself; no side stream may still copy masters of the whole flat."""
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(NET, plain.sgd, stage=stage, precision="bf16", timeout=20)
+        for unit in model._zeroshard_core.units:
+            unit._gathers = LateQueue(torch.device("cpu"))
+        net_loss(model, batches(1)[0]).backward()
+        optimizer.step()
+        for flat in model._zeroshard_core.flats:
+            assert torch.equal(flat.kept_master, flat.master.to(flat.dtype))
 
     on_ranks(2, body)

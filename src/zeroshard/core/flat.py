@@ -160,13 +160,8 @@ class Flat:
         self._own.copy_(self.values)
         return self.layout.redistribute(self.full, self.param_placements, self.layout.replicated)
 
-    def refresh(self, has_copied: bool) -> Steps:
-        """Start to bring what this rank keeps of the parameters up to date with the masters.
-
-        ``has_copied``: the optimizer has written this rank's part already.
-        """
-        if self.copies_master and not has_copied:
-            self.kept_master.copy_(self.master)
+    def refresh(self) -> Steps:
+        """Start to bring what this rank keeps of the parameters up to date with its part of the masters."""
         return self.layout.redistribute(self.values, self.state_placements, self.param_placements, origin=self._origin)
 
     def gather(self, part: torch.Tensor, placements: Placements) -> torch.Tensor:
