@@ -156,7 +156,28 @@ def test_gradients_of_a_backward_that_no_hook_saw_are_those_of_all_ranks(loss_of
 
 @pytest.mark.parametrize("program", ["F0 A0 S Z", "F0 A0 C S Z", "F0 A0 F1 B1 S Z"])
 def test_gradients_of_autograd_grad_can_be_assigned(program: str) -> None:
-    assert_same(NET, program, habit=norms, stages=(0, 1, 2))
+    assert_same(NET, program, habit=norms)
+
+
+@every_stage
+def test_autograd_grad_returns_the_gradients_of_this_rank(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(NET, plain.sgd, stage=stage, timeout=20)
+        for number, batch in enumerate(shares(batches(3), rank, 2)):
+            twin = copy.deepcopy(NET)
+            twin.load_state_dict(api.state_dict(model, rank=None))
+            names, parameters = zip(*model.named_parameters(), strict=True)
+            found = torch.autograd.grad(net_loss(model, batch), parameters)
+            wanted = torch.autograd.grad(net_loss(twin, batch), list(twin.parameters()))
+            plain.assert_close(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
+            assert all(parameter.grad is None for parameter in parameters)
+            some = parameters[2 + number]
+            net_loss(model, batch).backward(inputs=[some])
+            assert [parameter is some for parameter in parameters] == [p.grad is not None for p in parameters]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    on_ranks(2, body)
 
 
 def collectives(rank: int, stage: int) -> None:

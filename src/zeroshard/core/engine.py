@@ -455,6 +455,9 @@ class Engine:
     def end_step(self, stepped: dict[Flat, bool]) -> None:
         """The optimizer has changed the masters of these flats, and also this rank's part of the parameters or not."""
         self._keeps_units = False
+        while self._running:  # calls that Ctrl-C has ended: no hook has told so
+            for unit in self._running.pop().units:
+                unit.users -= 1
         self.reshard_all()
         self.order.begin(Kind.STEP)
         if any(gradient.flat.values is not gradient.flat.master for gradient in self.gradients):

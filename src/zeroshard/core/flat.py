@@ -160,18 +160,9 @@ class Flat:
         """Collect all values. A master is cast into the all-gather's own input."""
         return self.layout.redistribute(self.full, self.param_placements, self.layout.replicated, part=self.values)
 
-    def refresh(self, has_copied: bool) -> Steps:
-        """Bring what this rank keeps of the parameters up to date with the masters.
-
-        ``has_copied``: the optimizer has written this rank's part already.
-        """
-        return self.layout.redistribute(
-            self.values,
-            self.state_placements,
-            self.param_placements,
-            origin=self._origin,
-            part=self.master if self.copies_master and not has_copied else None,
-        )
+    def refresh(self) -> Steps:
+        """Bring what this rank keeps of the parameters up to date with its part of the masters."""
+        return self.layout.redistribute(self.values, self.state_placements, self.param_placements, origin=self._origin)
 
     def gather(self, part: torch.Tensor, placements: Placements) -> torch.Tensor:
         """Return all elements of a state that is placed like this: a collective."""

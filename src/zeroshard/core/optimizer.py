@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +24,19 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
+
+
+class NoStates(dict[Any, Any]):
+    """What ``optimizer.state`` is: empty, and not to be asked by parameter."""
+
+    def __missing__(self, parameter: Any) -> NoReturn:
+        raise RuntimeError(
+            "optimizer.state has no states of whole parameters, since each rank has a part of them: read them with "
+            "optimizer.state_dict(), and change them with optimizer.load_state_dict()"
+        )
+
+    def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
+        self.__missing__(parameter)
 
 
 class ShardedOptimizer(Optimizer):
@@ -54,6 +67,11 @@ class ShardedOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: this rank has a part of the states."""
         return self._engine.__reduce__()
+
+    @property
+    def state(self) -> NoStates:  # type: ignore[override]
+        """Nothing: see :meth:`state_dict`."""
+        return NoStates()
 
     # -- slices -------------------------------------------------------------------------------------------------
 
@@ -121,9 +139,12 @@ class ShardedOptimizer(Optimizer):
         engine.observers.on_step(engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
-            with self._options_shared():
-                is_written = self._update(slices)
-            engine.end_step({each.flat: is_written for each in slices})
+            is_written = False
+            try:
+                with self._options_shared():
+                    is_written = self._update(slices)
+            finally:  # also after an error: what has changed by then is known to all ranks
+                engine.end_step({each.flat: is_written for each in slices})
         return loss
 
     def _update(self, slices: list[Slice]) -> bool:

@@ -20,6 +20,7 @@ NEEDS_NO_VALUES = {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 NEEDS_NO_VALUES |= {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_grad", "grad_dtype")}
 NEEDS_NO_VALUES |= {getattr(torch.Tensor, name) for name in METHODS}
 NEEDS_NO_VALUES |= {torch.is_floating_point, torch.is_complex, torch.numel}
+NEEDS_NO_VALUES |= {torch.autograd.grad, torch.autograd.backward}
 
 
 class ParameterOwner(Protocol):

@@ -78,10 +78,12 @@ class Unit:
         own = [flat for flat in self.flats if flat in stepped]
         for flat in own:
             torch.autograd.graph.increment_version(flat.parameters)  # a graph of the old values is stale
+            if flat.copies_master and not stepped[flat]:  # before a fused optimizer writes another part of it
+                flat.kept_master.copy_(flat.master)
         changed = [flat for flat in own if flat.values is not flat.master]
         if not changed:
             return
-        transfer = self._gathers.start(*[flat.refresh(stepped[flat]) for flat in changed])
+        transfer = self._gathers.start(*[flat.refresh() for flat in changed])
         if self.is_sharded:
             self._refresh = transfer
         else:

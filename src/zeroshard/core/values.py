@@ -19,11 +19,13 @@ def gathered(engine: Engine, write_rank: int | None) -> Iterator[None]:
     """Have all parameters whole: see :func:`zeroshard.gathered`."""
     engine.order.record(Kind.VALUES)
     with engine.using(engine.units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
-        before = [] if write_rank is not None else [(flat, flat.full.clone()) for flat in engine.flats]
+        is_lost = write_rank is None  # what the block has changed
+        before = [(flat, flat.full.clone()) for flat in engine.flats if is_lost or not flat.is_sharded]
         try:
             yield
             if write_rank is not None:
                 _write_back(engine, write_rank)
+                before.clear()
         finally:
             with torch.no_grad():
                 for flat, values in before:
@@ -61,6 +63,7 @@ def _write_back(engine: Engine, write_rank: int) -> None:
     """Keep the values of one rank."""
     if any(flat.layout.axes is not engine.axes for flat in engine.flats):
         raise NotImplementedError("gathered(write_rank=…) does not know yet which rank of another mesh that is")
+    engine.order.record(Kind.VALUES)  # a rank whose block has raised does not
     for flat in engine.flats:
         broadcast(flat.full, engine.axes, write_rank)
         flat.adopt(flat.full)
