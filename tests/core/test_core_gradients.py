@@ -234,6 +234,28 @@ def test_clipping_over_both_axes_of_a_mesh(partition: str, way: str, stage: int)
     assert_same(NET, CLIPPED, plain.adamw_in_groups, world=4, habit=clipping(way), **options)
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "F0 B0 C F1 B1 S Z",
+        "F0 B0 C S F1 B1 S Z",
+        "F0 B0 C C S S Z",
+        "F0 B0 C H S Z",
+        "F0 B0 C N1 S Z",
+        "F0 B0 C V S C S Z",
+    ],
+)
+def test_what_comes_after_a_clip_finds_clipped_gradients(program: str, precision: str | None) -> None:
+    """A clip leaves the multiplication to whoever reads gradients next."""
+    program = program.replace("N1", "F1 N1")
+
+    def read(model: Any, optimizer: Any) -> list[float]:
+        return [parameter.grad.double().sum().item() for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(NET, program, plain.adamw, precision=precision, habit=None if precision else read)
+
+
 @every_stage
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_norms_that_are_not_finite(bad: float, stage: int) -> None:

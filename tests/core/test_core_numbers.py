@@ -8,7 +8,7 @@ from typing import Any
 import plain
 import pytest
 import torch
-from core_runs import BUCKETS, api, assert_same, on_ranks
+from core_runs import BUCKETS, MAX_NORM, api, assert_same, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import every_stage
 from plain import adamw, adamw_in_groups, assert_close, assert_equal, batches, decayed, net_loss, sharded, shares
@@ -36,11 +36,16 @@ def test_any_choice_of_units_trains_the_same(units: Any) -> None:
     assert_same(nn.Sequential(NET), units=units, bucket_size=64)
 
 
-def trained_in_bf16(make: plain.MakeOptimizer, world: int) -> tuple[plain.Tensors, plain.Tensors]:
-    """Train by hand: a 16-bit copy computes gradients of each rank's part, fp32 masters are updated."""
+def trained_in_bf16(
+    make: plain.MakeOptimizer, world: int, norms: list[torch.Tensor]
+) -> tuple[plain.Tensors, plain.Tensors]:
+    """Train by hand: a 16-bit copy computes gradients of each rank's part, fp32 masters are updated.
+
+    Gradients with one of the given norms are clipped.
+    """
     masters, computed = copy.deepcopy(NET), copy.deepcopy(NET).bfloat16()
     optimizer = make(masters)
-    for batch in batches(3):
+    for step, batch in enumerate(batches(3)):
         total: list[torch.Tensor] = []
         for rank in range(world):
             computed.zero_grad()
@@ -49,6 +54,10 @@ def trained_in_bf16(make: plain.MakeOptimizer, world: int) -> tuple[plain.Tensor
             total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
         for parameter, gradient in zip(masters.parameters(), total, strict=True):
             parameter.grad = (gradient / world).float()
+        if norms:
+            gradients = [parameter.grad for parameter in masters.parameters() if parameter.grad is not None]
+            torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), norms[step])
+            torch.nn.utils.clip_grads_with_norm_(masters.parameters(), MAX_NORM, norms[step])
         optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(computed.parameters(), masters.parameters(), strict=True):
@@ -58,15 +67,21 @@ def trained_in_bf16(make: plain.MakeOptimizer, world: int) -> tuple[plain.Tensor
 
 @every_stage
 @pytest.mark.parametrize("make", [adamw, decayed])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_bf16_equals_masters_by_hand_to_the_bit(world: int, make: plain.MakeOptimizer, stage: int) -> None:
-    def body(rank: int) -> tuple[plain.Tensors, plain.Tensors]:
+def test_bf16_equals_masters_by_hand_to_the_bit(world: int, clips: bool, make: plain.MakeOptimizer, stage: int) -> None:
+    def body(rank: int) -> tuple[plain.Tensors, plain.Tensors, list[torch.Tensor]]:
         model, optimizer = sharded(NET, make, stage=stage, precision="bf16", bucket_size=100)
-        plain.train_steps(model, optimizer, shares(batches(3), rank, world))
-        return plain.full_parameters(model), plain.masters(model)
+        norms = []
+        for batch in shares(batches(3), rank, world):
+            net_loss(model, batch).backward()
+            norms += [optimizer.clip_grad_norm_(MAX_NORM)] if clips else []
+            optimizer.step()
+            optimizer.zero_grad()
+        return plain.full_parameters(model), plain.masters(model), norms
 
-    for found in on_ranks(world, body):
-        for ours, wanted in zip(found, trained_in_bf16(make, world), strict=True):
+    for *found, norms in on_ranks(world, body):
+        for ours, wanted in zip(found, trained_in_bf16(make, world, norms), strict=True):
             assert_equal(ours, wanted)
 
 

@@ -61,7 +61,16 @@ class FusedAdam:
             states = [self._state(each) for each in group_slices]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            self._kernel.run(self._launch(group_slices, states), steps, hyperparams, Factors())
+            self._kernel.run(self._launch(group_slices, states), steps, hyperparams, self._factors(group_slices))
+
+    def _factors(self, slices: list[Slice]) -> Factors:
+        """Return what the kernel multiplies the gradients of all slices with."""
+        gradients = [self._engine.gradient_of[each.flat] for each in slices]
+        factor = gradients[0].factor
+        if any(gradient.factor is not factor for gradient in gradients):
+            for gradient in gradients:
+                gradient.apply_factor()
+        return Factors(clip_coef=gradients[0].factor)
 
     def _state(self, each: Slice) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state[each.values]

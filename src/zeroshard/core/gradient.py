@@ -40,6 +40,7 @@ class Gradient:
         self._is_borrowed = [False] * count  # of ``local``: other gradients, or the user, may have the same tensor
         self.reduced: torch.Tensor | None = None
         self.placements = flat.grad_placements  # of ``reduced``
+        self.factor: torch.Tensor | None = None  # of a clip: whoever reads ``reduced`` next multiplies it, once
         self.has_grad = [False] * count  # of those in ``reduced``: on any rank
         self._handles: list[GradientHandle | None] = [None] * count  # in ``parameter.grad``
         self._spare = list(self._handles)  # earlier ones that nobody else has: making one takes longer than reducing it
@@ -143,6 +144,7 @@ class Gradient:
         self._spare = [handle if number == _UNHELD else None for number, handle in pairs]
         self.memory = None
         self.reduced = None
+        self.factor = None
         self._full = None
         self._stale = None
         self.local = [None] * count
@@ -166,6 +168,7 @@ class Gradient:
         """Return this rank's part of a parameter's gradient, to be changed in place."""
         self._need_reduced(handle)
         self.settle()
+        self.apply_factor()
         assert self.reduced is not None
         return self.reduced[self.flat.part(self.flat.grad_span, handle.number)]
 
@@ -173,8 +176,9 @@ class Gradient:
         """Return a parameter's gradient: a collective. Writes into it, or into views of it, count until it settles."""
         self._need_reduced(handle)
         if self._full is None:
-            assert self.reduced is not None
             self.before_gather()
+            self.apply_factor()
+            assert self.reduced is not None
             self._full = self.flat.gather(self.reduced, self.flat.grad_placements)
         return self.flat.shaped(self._full, handle.number)
 
@@ -196,6 +200,12 @@ class Gradient:
             self.reduced.copy_(self._full[self.flat.grad_span])
             self._stale = (self._full, self._full.clone()) if _is_viewed(self._full) else self._stale
         self._full = None
+
+    def apply_factor(self) -> None:
+        """Multiply the gradient by what a clip has left to its next reader."""
+        if self.factor is not None and self.reduced is not None:
+            self.reduced.mul_(self.factor)
+        self.factor = None
 
     def _need_reduced(self, handle: GradientHandle) -> None:
         if handle is not self._handles[handle.number]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -200,31 +201,41 @@ class ShardedOptimizer(Optimizer):
 
         Return the norm before. All ranks call it together.
         """
-        parts = self._gradient_parts()
+        slices = self._gradient_slices()
         engine = self._engine
-        counted = [part for flat, part in parts if flat.layout.counts(flat.grad_placements)]
+        gradients = engine.gradient_of
+        counted = [each for each in slices if each.flat.layout.counts(each.flat.grad_placements)]
         engine.order.record(Kind.NORM)
-        total = norms_over_ranks([counted], norm_type, engine.axes, engine.device)[0]
+        parts = [each.gradient(gradients) for each in counted]
+        total = norms_over_ranks([parts], norm_type, engine.axes, engine.device)[0]
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the gradient norm is {total.item()}: the gradients were not clipped")
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        if parts:
-            torch._foreach_mul_([part for _, part in parts], factor)
+        own = [(each.flat, index) for each in slices for index in each.indices]
+        for flat, count in Counter(flat for flat, _ in own).items():
+            if count == sum(gradients[flat].has_grad):
+                gradients[flat].factor = factor
+        for each in slices:
+            if gradients[each.flat].factor is not factor:  # other parameters of the flat are not clipped
+                each.gradient(gradients).mul_(factor)
         return total
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to [-clip_value, clip_value]."""
-        parts = [part for _, part in self._gradient_parts()]
+        parts = [each.gradient(self._engine.gradient_of) for each in self._gradient_slices()]
         if parts:
             torch._foreach_clamp_min_(parts, -clip_value)
             torch._foreach_clamp_max_(parts, clip_value)
 
-    def _gradient_parts(self) -> list[tuple[Flat, torch.Tensor]]:
-        """Return this rank's parts of all gradients, to be changed in place."""
+    def _gradient_slices(self) -> list[Slice]:
+        """Return the slices that have a gradient, of which this rank's parts may be changed in place."""
         self._engine.finish_gradients()
         self._engine.settle_gradients()
-        return [(each.flat, each.gradient(self._engine.gradient_of)) for each in self._slices_with_gradient()]
+        slices = self._slices_with_gradient()
+        for each in slices:
+            self._engine.gradient_of[each.flat].apply_factor()
+        return slices
 
     # -- states -------------------------------------------------------------------------------------------------
 

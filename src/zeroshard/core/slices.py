@@ -42,7 +42,11 @@ class Slice:
 
     def set_gradient(self, gradients: Mapping[Flat, Gradient]) -> None:
         """Let the private optimizer see its gradient, in the dtype of the master."""
-        self.values.grad = self.gradient(gradients).to(self.values.dtype)
+        gradient = gradients[self.flat]
+        if gradient.factor is not None and self.flat.dtype == self.values.dtype:
+            gradient.apply_factor()
+        exact = self.gradient(gradients).to(self.values.dtype)
+        self.values.grad = exact if gradient.factor is None else exact.mul_(gradient.factor)
 
     def _has_elements(self, value: Any) -> bool:
         """Return whether a state has a value for each element."""
