@@ -14,7 +14,9 @@ and deletes each before the next; *left* is what was still allocated by then. No
 seconds. Steps are timed from end to end, and the
 host does not wait between them. *Host* is the time until a step on few tokens returns, so that the GPU has little to
 do. Calls and bytecodes are those of one step in zeroshard's own files but its models, by unit of the old core; *all
-calls* counts every file. Losses only show that values are finite: the cores gather different copies of their shards.
+calls* counts every file. With `--trace`, each run also says what one step launches: calls of the CUDA runtime and
+kernels, by name, how often and how long. Losses only show that values are finite: the cores gather different copies of
+their shards.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ STAGES = (1, 3)
 WARMUP = {"cuda": 6, "cpu": 3}  # steps: on a GPU, the old core searches its segments in the first few
 TIMED_MS, FEWEST, MOST = 1500.0, 5, 30  # steps that are timed: as many as take this long, within bounds
 HOST_STEPS, SHORT = 5, 16  # for the host's time: steps, and tokens a sequence
+TRACED_NAMES = 15  # of each kind
 OLD, BOTH = ("old",), ("old", "floor")
 COLUMNS: dict[str, tuple[str, float | None, Sequence[str]]] = {  # key → head, divisor (None: units), compared with
     "ms": ("ms", 1.0, BOTH),
@@ -148,7 +151,22 @@ def count_python(step: Callable[[], object]) -> dict[str, int]:
     return counts
 
 
-def measure_core(job: Job, core: str, stage: int, with_python: bool) -> Result:
+def trace_step(training: Loop) -> dict[str, list[tuple[str, int, float]]]:
+    """Return the longest calls of the CUDA runtime and the longest kernels of a step: name, count, ms in all."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        training.step()
+        torch.cuda.synchronize()
+    found: dict[str, list[tuple[str, int, float]]] = {"runtime": [], "kernels": []}
+    for event in profiler.key_averages():
+        if event.key.startswith("cuda"):
+            found["runtime"].append((event.key, event.count, round(event.self_cpu_time_total / 1e3, 2)))
+        elif event.self_device_time_total and event.device_type != torch.autograd.DeviceType.CPU:
+            found["kernels"].append((event.key[:80], event.count, round(event.self_device_time_total / 1e3, 2)))
+    return {kind: sorted(rows, key=lambda row: -row[2])[:TRACED_NAMES] for kind, rows in found.items()}
+
+
+def measure_core(job: Job, core: str, stage: int, with_python: bool, with_trace: bool) -> Result:
     """Build the model on a core, warm it up and measure its steps."""
     is_gpu = job.device == "cuda"
     left = torch.cuda.memory_allocated() if is_gpu else 0
@@ -161,6 +179,7 @@ def measure_core(job: Job, core: str, stage: int, with_python: bool) -> Result:
     assert training.loss is not None
     loss = training.loss.item()
     python = count_python(training.step) if with_python else {}
+    traced = trace_step(training) if with_trace and is_gpu else {}
     return {
         "core": core,
         "ms": round(statistics.median(times), 3),
@@ -171,11 +190,20 @@ def measure_core(job: Job, core: str, stage: int, with_python: bool) -> Result:
         "reserved": peaks["reserved"],
         "left": left,
         **python,
+        **traced,
     }
 
 
 def measure(
-    case: str, stage: int, cores: Sequence[str], device: str, repeats: int, turn_limit: float, tiny: bool, backend: str
+    case: str,
+    stage: int,
+    cores: Sequence[str],
+    device: str,
+    repeats: int,
+    turn_limit: float,
+    tiny: bool,
+    backend: str,
+    trace: bool,
 ) -> Result:
     """Measure the cores in turns, in this process. No turns begin after the limit, and none of a core that failed."""
     begin = time.perf_counter()
@@ -191,7 +219,8 @@ def measure(
                 break
             for core in tuple(waiting):
                 try:
-                    run = measure_core(Job(work, device, mesh), core, stage, with_python=repeat == 0)
+                    first = repeat == 0
+                    run = measure_core(Job(work, device, mesh), core, stage, first, with_trace=first and trace)
                 except Exception:
                     run = {"core": core, "error": traceback.format_exc()[-ERROR_LENGTH:]}
                     waiting.remove(core)
@@ -230,13 +259,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", default=",".join(CORES), help="(default: %(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument("--backend", choices=(ECHO, "fake"), default=ECHO)
+    parser.add_argument("--trace", action="store_true", help="what one step launches, on a GPU")
     chosen = parser.parse_args(argv)
     default = ",".join(CASES) if chosen.device == "cuda" or chosen.tiny else HOST
     cases, cores = (chosen.cases or default).split(","), chosen.cores.split(",")
     if unknown := [*(set(cases) - set(CASES)), *(set(cores) - set(CORES))]:
         parser.error(f"no such case or core: {', '.join(unknown)}")
     given = {"cores": cores, "repeats": chosen.repeats, "turn_limit": chosen.turn_limit}
-    trials = Trials("cores", measure, chosen, **given, tiny=chosen.tiny, backend=chosen.backend)
+    trials = Trials("cores", measure, chosen, **given, tiny=chosen.tiny, backend=chosen.backend, trace=chosen.trace)
     rows = []
     for case, stage in product(cases, chosen.stages):
         result = trials.run(case=case, stage=stage, device="cpu" if case == HOST else chosen.device)
