@@ -120,6 +120,26 @@ def test_a_step_sends_what_the_formula_says(stage: int, precision: str | None) -
         assert found["largest"] <= 2 * ELEMENT[precision] * max(BUCKET, BLOCK) * 1.02
 
 
+def gathered_elements(rank: int) -> tuple[int, float]:
+    """Return the parameters of a model whose ends are units of two layers, and how many a step gathers."""
+    be_one_of(WORLD)
+    ends = [[nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)] for _ in range(2)]
+    model = nn.Sequential(*ends[0], stack(3), *ends[1])
+    model, optimizer = sharded(model, adamw, stage=3)
+    for _ in range(3):  # to learn the order
+        square_loss(model, torch.ones(1, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Collectives() as seen:
+        square_loss(model, torch.ones(1, WIDTH)).backward()
+    return sum(p.numel() for p in model.parameters()), sum(seen.of("all-gather")) / ELEMENT[None]
+
+
+def test_a_unit_of_several_modules_is_gathered_once_for_all() -> None:
+    ((psi, gathered),) = in_processes(1, gathered_elements, fresh=True)
+    assert psi < gathered <= 2 * psi * 1.02
+
+
 @every_precision
 @every_stage
 def test_buffers_do_not_grow_with_the_number_of_layers(stage: int, precision: str | None) -> None:
