@@ -443,6 +443,14 @@ class Engine:
                 self._start_reduce(unit, is_last=True)
             self._finish_reductions()
 
+    def collect_gradient(self, parameter: nn.Parameter) -> None:
+        """Take over a gradient that the user has assigned, before it is read: a norm is that of all ranks."""
+        flat, _ = self.place[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():
+            is_assigned = not isinstance(parameter.grad, GradientHandle | None)
+        if is_assigned and flat.is_trainable and not is_in_backward():
+            self.gradient_of[flat].collect()
+
     def settle_gradients(self) -> None:
         """Take over what the user has written into whole gradients, and free these."""
         for gradient in self.gradients:
