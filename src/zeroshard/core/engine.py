@@ -121,9 +121,14 @@ class Engine:
 
     # -- units --------------------------------------------------------------------------------------------------
 
-    def unshard(self, units: list[Unit]) -> None:
-        """Make units usable, and start to gather the one that probably follows."""
+    def unshard(self, units: list[Unit], is_backward: bool = False) -> None:
+        """Make units usable, and start to gather the one that probably follows.
+
+        ``is_backward``: autograd needs values, and no parameters, so replicated units stay as they are.
+        """
         absent = [unit for unit in units if unit.state is not UnitState.UNSHARDED]
+        if is_backward:
+            absent = [unit for unit in absent if unit.is_sharded]
         if not absent:
             return
         with torch._C._DisableFuncTorch(), torch.no_grad():
@@ -139,8 +144,13 @@ class Engine:
                 self.observers.on_unsharded(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit, if nothing uses it, and it is not the one that probably follows."""
-        if unit.is_sharded and not unit.users and unit.state is not UnitState.SHARDED:
+        """Free a unit, if nothing uses it, and it is not the one that probably follows. Guard a replicated one."""
+        if unit.users or unit.state is UnitState.SHARDED:
+            return
+        if not unit.is_sharded:
+            if unit.state is UnitState.UNSHARDED:
+                unit.keep()
+        else:
             if unit.state is UnitState.UNSHARDED:
                 self.observers.on_reshard(unit)
             if unit is self._following:
@@ -181,8 +191,11 @@ class Engine:
     def use_outside(self, parameter: nn.Parameter) -> None:
         """Have a parameter in memory that code outside its module uses: until the running call ends."""
         unit = self._unit_of[self.place[id(parameter)][0]]
-        if not unit.is_sharded or unit.state is UnitState.UNSHARDED:
+        if not unit.is_sharded:
             unit.wait()
+            if not self._running:
+                unit.keep()
+            self.observers.on_used_outside(unit)
         elif self._backward is not None and is_in_backward():
             self._backward.open.add(unit)
             self.unshard([unit])
@@ -313,7 +326,7 @@ class Engine:
             for unit in self._backward.done_before(each):
                 self._on_done(unit)
             self._backward.open.update(each.units)
-            self.unshard(each.units)
+            self.unshard(each.units, is_backward=True)
 
     def _recompute(self, module: nn.Module) -> None:
         """A checkpoint runs a module again, inside a backward."""
@@ -429,6 +442,14 @@ class Engine:
             for unit in self._schedule or [unit for unit in reversed(self.units) if unit.is_trainable]:
                 self._start_reduce(unit, is_last=True)
             self._finish_reductions()
+
+    def collect_gradient(self, parameter: nn.Parameter) -> None:
+        """Take over a gradient that the user has assigned, before it is read: a norm is that of all ranks."""
+        flat, _ = self.place[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():
+            is_assigned = not isinstance(parameter.grad, GradientHandle | None)
+        if is_assigned and flat.is_trainable and not is_in_backward():
+            self.gradient_of[flat].collect()
 
     def settle_gradients(self) -> None:
         """Take over what the user has written into whole gradients, and free these."""

@@ -183,10 +183,11 @@ class Flat:
             kept = self.values
             kept.copy_(values if kept is self.full else values[self._param_span])
 
-    def adopt_part(self, values: torch.Tensor) -> None:
-        """Take over this rank's part of such values."""
+    def adopt_part(self, values: torch.Tensor) -> bool:
+        """Take over this rank's part of such values; return whether there was a new one."""
         is_new = ~torch.isclose(values, self.master.to(values.dtype), rtol=0, atol=0, equal_nan=True)
         self.master.copy_(torch.where(is_new, values.to(self.master_dtype), self.master))
+        return bool(is_new.any())
 
 
 def _held(row: Row) -> Placement:

@@ -119,7 +119,7 @@ class GradientHandle(torch.Tensor):
         name = func.overloadpacket.__name__
         if name == "detach":
             return args[0].alias()
-        if name in ("add", "add_") and is_in_backward():
+        if name in ("add", "add_") and (is_in_backward() or _is_summand(name, *args)):
             return _accumulate(name, *args, **kwargs)
         if func.namespace == "c10d":
             raise RuntimeError(
@@ -168,8 +168,14 @@ def _accumulate(name: str, handle: GradientHandle, summand: torch.Tensor, alpha:
             f"{handle.owner.flat.names[handle.number]!r}, which is the mean over the ranks already: call zero_grad() "
             "before it, or use torch.autograd.grad()"
         )
-    handle.owner.add_local(handle.number, summand if alpha == 1 else summand * alpha)
+    handle.owner.add_local(handle.number, summand if alpha == 1 and is_in_backward() else summand * alpha)
     return handle
+
+
+def _is_summand(name: str, handle: Any, other: Any, *_: Any) -> bool:
+    """Return whether a loop adds a tensor to a gradient: ranks may have other ones, as in a backward."""
+    is_like = isinstance(other, torch.Tensor) and not isinstance(other, GradientHandle) and other.shape == handle.shape
+    return name == "add_" and is_like and other.dtype == handle.dtype
 
 
 def _norm_order(name: str, args: Any, kwargs: Any) -> float | None:

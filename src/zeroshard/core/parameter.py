@@ -23,8 +23,14 @@ NEEDS_NO_VALUES |= {torch.is_floating_point, torch.is_complex, torch.numel}
 NEEDS_NO_VALUES |= {torch.autograd.grad, torch.autograd.backward}
 
 
+GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+
 class ParameterOwner(Protocol):
     """The engine of a parameter's model."""
+
+    def collect_gradient(self, parameter: nn.Parameter) -> None:
+        """Take over a gradient that the user has assigned, before it is read."""
 
     def use_outside(self, parameter: nn.Parameter) -> None:
         """Have the values of a parameter in memory, or raise."""
@@ -45,6 +51,8 @@ class GuardedParameter(nn.Parameter):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, GuardedParameter):
                     leaf._zeroshard_core.use_outside(leaf)
+        elif func == GET_GRAD:
+            args[0]._zeroshard_core.collect_gradient(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

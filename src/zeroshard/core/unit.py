@@ -19,8 +19,8 @@ class UnitState(enum.Enum):
     """Where a unit's full parameters are."""
 
     SHARDED = enum.auto()  # only what this rank keeps is in memory; the parameters are guarded
-    UNSHARDING = enum.auto()  # full memory is allocated, and new values are on their way; still guarded
-    UNSHARDED = enum.auto()  # in memory, and usable
+    UNSHARDING = enum.auto()  # in memory, or on their way to it; still guarded
+    UNSHARDED = enum.auto()  # in memory, and usable by modules
 
 
 def allocate_together(flats: list[Flat], device: torch.device) -> list[torch.Tensor]:
@@ -36,7 +36,7 @@ def allocate_together(flats: list[Flat], device: torch.device) -> list[torch.Ten
 class Unit:
     """Parameters that go through unshard → wait → use → reshard together.
 
-    If parameters are replicated they stay UNSHARDED, and go through UNSHARDING when the ranks exchange what the
+    If parameters are replicated they are never SHARDED, and UNSHARDING between uses: then the ranks exchange what the
     optimizer has changed.
     """
 
@@ -55,7 +55,7 @@ class Unit:
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._classes = [type(parameter) for parameter in self.parameters]
         self._gathers = gathers
-        self._transfer: Transfer | None = None  # while UNSHARDING
+        self._transfer: Transfer | None = None  # while values are on their way
         self._refresh: Transfer | None = None  # of what this rank keeps of sharded parameters
 
     def start_unshard(self) -> None:
@@ -78,26 +78,28 @@ class Unit:
         own = [flat for flat in self.flats if flat in stepped]
         for flat in own:
             torch.autograd.graph.increment_version(flat.parameters)  # a graph of the old values is stale
-            if flat.copies_master and not stepped[flat]:  # before a fused optimizer writes another part of it
-                flat.kept_master.copy_(flat.master)
         changed = [flat for flat in own if flat.values is not flat.master]
         if not changed:
             return
+        for flat in changed:
+            if flat.copies_master and not stepped[flat]:  # before a fused optimizer writes another part of it
+                flat.kept_master.copy_(flat.master)
         transfer = self._gathers.start(*[flat.refresh() for flat in changed])
         if self.is_sharded:
             self._refresh = transfer
         else:
             self._transfer = transfer
-            self._guard()
-            self.state = UnitState.UNSHARDING
+            if self.state is UnitState.UNSHARDED:
+                self.keep()
 
     def wait(self) -> None:
         """Make the parameters usable."""
         if self.state is not UnitState.UNSHARDING:
             return
-        assert self._transfer is not None
-        with label("wait for {!r}", self.name):
-            self._gathers.wait(self._transfer)
+        if self._transfer is not None:
+            with label("wait for {!r}", self.name):
+                self._gathers.wait(self._transfer)
+            self._transfer = None
         for parameter, original in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = original
         self.state = UnitState.UNSHARDED
@@ -110,7 +112,7 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def keep(self) -> None:
-        """Keep the full parameters for the next use, as if they had been prefetched for it."""
+        """Keep the full parameters for the next use, as if they had been prefetched for it; guard them until then."""
         self._guard()
         self.state = UnitState.UNSHARDING
 

@@ -9,17 +9,23 @@ import torch
 
 from zeroshard.core.checks.observers import Observer
 
+FIRST_COMPARISONS = 2  # of a unit
 _GET_VERSION = operator.attrgetter("_version")
 
 
 class EditedMasters(Observer):
     """A replicated 16-bit value that differs from its master, cast, is the user's edit, and becomes the master.
 
-    Version counters decide whether a flat is compared.
+    Units are compared if version counters have changed, or code outside a forward has used them. Neither tells of
+    ``parameter.data.clamp_()`` inside a forward: so the first steps compare anyway, and go on while they find an edit.
     """
 
     def __init__(self) -> None:
         self._versions: dict[Any, list[int]] = {}
+        self._comparisons: dict[Any, int] = {}  # that are left
+
+    def on_used_outside(self, unit: Any) -> None:
+        self._versions.pop(unit, None)
 
     @torch.no_grad()
     def on_step(self, engine: Any) -> None:
@@ -34,12 +40,15 @@ class EditedMasters(Observer):
 
     def _take_over(self, unit: Any) -> None:
         versions = _versions(unit)
-        if versions == self._versions.get(unit):
+        is_known = versions == self._versions.get(unit)
+        left = self._comparisons.setdefault(unit, FIRST_COMPARISONS)
+        if is_known and not left:
             return
         unit.wait()
-        for flat in unit.flats:
-            if flat.copies_master:
-                flat.adopt_part(flat.kept_master)
+        edits = [flat.adopt_part(flat.kept_master) for flat in unit.flats if flat.copies_master]
+        if is_known:
+            self._comparisons[unit] = FIRST_COMPARISONS if any(edits) else left - 1
+        unit.keep()
         self._versions[unit] = versions
 
 
@@ -50,7 +59,8 @@ class LostEdits(Observer):
         self._versions: dict[Any, list[int]] = {}
 
     def on_unsharded(self, unit: Any) -> None:
-        self._versions[unit] = _versions(unit)
+        if unit.is_sharded:
+            self._versions[unit] = _versions(unit)
 
     def on_reshard(self, unit: Any) -> None:
         before = self._versions.pop(unit, None)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-EVENTS = "on_unsharded on_reshard on_forward_begin on_backward_begin on_backward_end on_step on_values_changed".split()
+EVENTS = (
+    "on_unsharded on_reshard on_used_outside on_forward_begin on_backward_begin on_backward_end on_step "
+    "on_values_changed"
+).split()
 
 
 class Observer:
@@ -16,6 +19,9 @@ class Observer:
 
     def on_reshard(self, unit: Any) -> None:
         """The values of a unit are about to be freed."""
+
+    def on_used_outside(self, unit: Any) -> None:
+        """Code outside a unit's modules uses its values, which are in memory."""
 
     def on_forward_begin(self, engine: Any) -> None:
         """The outermost module is about to be called."""
