@@ -43,8 +43,11 @@ class Builder:
         gathers = TransferQueue(self._context.device)
         units = []
         units_of: dict[nn.Module, list[Unit]] = {self._model: []}
-        for spec in specs:
-            unit = Unit(spec.name, self._make_flats(spec), gathers)
+        flats_of = [self._flats_of(spec) for spec in specs]
+        self._context.pool.reserve(size for flats in flats_of for flat in flats for size in flat.kept_sizes)
+        for spec, flats in zip(specs, flats_of, strict=True):
+            self._allocate(flats)
+            unit = Unit(spec.name, flats, gathers)
             if unit.is_sharded:
                 unit.reshard()
             units.append(unit)
@@ -60,8 +63,8 @@ class Builder:
             self._model.register_forward_pre_hook(defragmenter.pre_forward, prepend=True, with_kwargs=True)
         return engine
 
-    def _make_flats(self, spec: UnitSpec) -> list[Flat]:
-        """Group the parameters of a unit into flats, and allocate these."""
+    def _flats_of(self, spec: UnitSpec) -> list[Flat]:
+        """Group the parameters of a unit into flats."""
         groups: dict[Any, dict[str, nn.Parameter]] = {}
         for name in spec.parameters:
             parameter = self._parameters[name]
@@ -76,6 +79,9 @@ class Builder:
             has_master = self._precision.has_master(compute_dtype)
             master_dtype = torch.float32 if has_master else compute_dtype
             flats.append(Flat(named, FlatSpec(axes, rows, compute_dtype, master_dtype, divisor)))
+        return flats
+
+    def _allocate(self, flats: list[Flat]) -> None:
         pool = self._context.pool
         sharded = [flat for flat in flats if flat.is_sharded]
         kept = [flat for flat in flats if not flat.is_sharded]
@@ -84,7 +90,6 @@ class Builder:
         fulls += allocate_together(sharded, self._context.device)
         for flat, full in zip(kept + sharded, fulls, strict=True):
             flat.allocate(full, pool)
-        return flats
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():

@@ -52,6 +52,8 @@ class FusedAdam:
 
     def step(self, slices: list[Slice]) -> None:
         """Update slices, which all have a gradient."""
+        missing = [each.values.nbytes for each in slices if not self._inner.state.get(each.values)]
+        self._engine.context.pool.reserve(missing * len(ADAM_STATE_KEYS))
         by_group: dict[int, list[Slice]] = {}
         for each in slices:
             by_group.setdefault(each.group, []).append(each)
