@@ -14,7 +14,7 @@ from pairs import at_stages
 from plain import batches, net_loss, sharded, square_loss
 from ranks import RanksFailed
 from torch import nn
-from zoo import make_net
+from zoo import built, make_net
 
 NET = make_net()
 
@@ -270,3 +270,64 @@ def test_states_of_other_parameters_are_not_loaded() -> None:
         optimizer.step()
 
     on_ranks(2, body)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(2)])
+
+
+def penalty_first(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    penalty = model[1][0].weight.square().mean() if is_used else 0
+    return model(x).square().mean() + penalty
+
+
+def penalty_last(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    loss = model(x).square().mean()
+    return loss + model[1][0].weight.square().mean() if is_used else loss
+
+
+def first_and_between(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    """Use a weight before its module, which runs between two calls of the other one."""
+    penalty = model[1][0].weight.square().mean() if is_used else 0
+    return model[0](model[1](model[0](x))).square().mean() + penalty
+
+
+def of_an_unused_module(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    y = model[1](x)
+    return nn.functional.linear(y, model[0][0].weight).square().mean() if is_used else y.square().mean()
+
+
+@pytest.mark.parametrize("loss_of", [penalty_first, penalty_last, first_and_between, of_an_unused_module])
+@pytest.mark.parametrize("order", ["F0 B0", "F0 B0 F1 B1", "F0 F1 B0 B1"])
+@at_stages(0, 1, 2)
+def test_one_rank_uses_a_weight_outside_its_module(stage: int, order: str, loss_of: Any) -> None:
+    data = plain.numbers(5, 8, 6)
+    base = built(layers)
+
+    def train(model: Any, optimizer: Any, mean_of: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        for number, batch in enumerate(data):
+            losses = {}
+            for event in order.split():
+                part = int(event[1])
+                if event[0] == "F":
+                    losses[part] = mean_of(batch.chunk(2)[part], number)
+                else:
+                    losses[part].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(rank: int) -> plain.Tensors:
+        model, optimizer = sharded(base, plain.sgd, stage=stage, timeout=20)
+        train(model, optimizer, lambda x, number: loss_of(model, x.chunk(2)[rank], (number + rank) % 2 == 0))
+        return plain.full_parameters(model)
+
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        def mean(x: torch.Tensor, number: int) -> torch.Tensor:
+            parts = enumerate(x.chunk(2))
+            return sum(loss_of(model, part, (number + rank) % 2 == 0) for rank, part in parts) / 2
+
+        train(model, optimizer, mean)
+
+    wanted = plain.run_plain(base, plain.sgd, data, loop)
+    for ours in on_ranks(2, body):
+        plain.assert_close(ours, wanted)

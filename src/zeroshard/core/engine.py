@@ -85,6 +85,8 @@ class Engine:
         self._schedule: list[Unit] | None = None  # in which order units are reduced, on all ranks
         self._queue: deque[Unit] = deque()  # to be reduced in this backward
         self._ready: set[Unit] = set()
+        self._used_outside: dict[int, Unit] = {}  # of parameters, by id: a gradient may arrive after those of modules
+        self._arrived: set[int] = set()  # of which one has arrived in this backward
         self._has_late = False  # a gradient has arrived after its unit was done
         self._launched: list[tuple[Gradient, list[bool]]] = []  # with which parameters have a summand
         self._all_present: dict[tuple[Gradient, ...], torch.Tensor] = {}
@@ -94,9 +96,11 @@ class Engine:
             found = engine()
             if found is None:
                 return
+            if found._used_outside:
+                found._arrived.add(id(parameter))
             if found._backward is None:
                 found._on_unseen_backward()
-            elif found.units[number] in found._ready:
+            elif found.units[number] in found._ready and found.units[number] not in found._queue:
                 found._has_late = True
 
         for number, unit in enumerate(units):
@@ -114,6 +118,7 @@ class Engine:
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
+        self.reshard_all()
         self.observers.on_values_changed(self)
 
     def __reduce__(self) -> NoReturn:
@@ -191,6 +196,8 @@ class Engine:
     def use_outside(self, parameter: nn.Parameter) -> None:
         """Have a parameter in memory that code outside its module uses: until the running call ends."""
         unit = self._unit_of[self.place[id(parameter)][0]]
+        if torch.is_grad_enabled():
+            self._used_outside[id(parameter)] = unit
         if not unit.is_sharded:
             unit.wait()
             if not self._running:
@@ -343,7 +350,8 @@ class Engine:
         if not self._keeps_units:
             self.reshard(unit)
         self._ready.add(unit)
-        while self._queue and self._queue[0] in self._ready:
+        awaited = [late for number, late in self._used_outside.items() if number not in self._arrived]
+        while self._queue and self._queue[0] in self._ready and self._queue[0] not in awaited:
             self._start_reduce(self._queue.popleft(), self._is_last)
 
     def _end_backward(self) -> None:
@@ -363,6 +371,7 @@ class Engine:
                 self._waiting.discard(forward)
             self.reshard_all()
         self._backward = None
+        self._arrived.clear()
         self.observers.on_backward_end(self)
 
     def abort_backward(self) -> None:
@@ -486,6 +495,7 @@ class Engine:
         for unit in self.units:
             unit.start_refresh(stepped)
         self.order.end_step()
+        self._used_outside.clear()
         self._last_backward.end_step()
         self.observers.on_values_changed(self)
 
