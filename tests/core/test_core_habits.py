@@ -331,3 +331,54 @@ def test_one_rank_uses_a_weight_outside_its_module(stage: int, order: str, loss_
     wanted = plain.run_plain(base, plain.sgd, data, loop)
     for ours in on_ranks(2, body):
         plain.assert_close(ours, wanted)
+
+
+class Opaque:
+    """What a model returns, with tensors where nobody looks for them."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.read = lambda: value
+
+
+class ReturnsOpaque(nn.Module):
+    def __init__(self, is_nested: bool) -> None:
+        super().__init__()
+        self.first, self.gain = nn.Linear(8, 8), nn.Parameter(torch.full((8, 8), 0.5))
+        self.inner = ReturnsOpaque(False) if is_nested else None
+
+    def forward(self, x: torch.Tensor) -> Opaque:
+        y = torch.tanh(self.first(x)) @ self.gain
+        return Opaque(y if self.inner is None else torch.tanh(self.inner(y).read()) @ self.gain)
+
+
+@pytest.mark.parametrize("program", ["F0 B0 S Z", "F0 F1 B0 B1 S Z", "F0 E1 B0 F1 B1 S Z", "F0 F1 B01 S Z"])
+@pytest.mark.parametrize("units", [None, ("inner",)])
+def test_a_model_returns_an_object_that_hides_its_tensors(units: Any, program: str) -> None:
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).read().square().mean()
+
+    base, data = built(lambda: ReturnsOpaque(True)), plain.numbers(4, 8, 8)
+    assert_same(base, program, plain.sgd, data, loss_of=loss_of, units=units, identical=False)
+
+
+class ReturnsView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.layer.weight[:3]
+
+
+@pytest.mark.parametrize("units", [None, ("layer",)])
+def test_a_view_that_a_model_has_returned_is_used_after_another_forward(units: Any) -> None:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            y, view = model(batch)
+            with torch.no_grad():
+                model(batch.flip(1))
+            plain.take_step(optimizer, y.square().mean() + (view @ view.t()).square().mean())
+
+    assert_same(built(ReturnsView), loop, data=plain.numbers(4, 8, 8), units=units, identical=False)

@@ -65,6 +65,7 @@ class Engine:
         # passes
         self._tick = 0
         self._running: list[Call] = []
+        self._held: list[Unit] = []  # until the step: nothing tells when a graph has used them
         self._forward = ForwardPass()
         self._waiting: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # for a backward
         self._backward: BackwardPass | None = None
@@ -260,13 +261,13 @@ class Engine:
                 call.is_hooked = True
         is_hidden = has_graph and not call.is_hooked and any(unit.is_trainable for unit in call.units)
         returned = self._returned_units(output) if any(unit.is_sharded for unit in call.units) else set()
+        users = self._running[-1].units if self._running else self._held
         for unit in call.units:
-            unit.users -= 1
-            if not is_hidden and unit not in returned:
+            if unit.is_sharded and (is_hidden or unit in returned):  # a graph may use it without a hook
+                users.append(unit)
+            else:
+                unit.users -= 1
                 self.reshard(unit)
-            elif self._running:  # the caller's graph may use it without a hook
-                self._running[-1].units.append(unit)
-                unit.users += 1
 
     def _returned_units(self, output: object) -> set[Unit]:
         """Return the units of which a module has returned parameters, or views of them."""
@@ -350,7 +351,9 @@ class Engine:
         if not self._keeps_units:
             self.reshard(unit)
         self._ready.add(unit)
-        awaited = [late for number, late in self._used_outside.items() if number not in self._arrived]
+        awaited = set(self._used_outside.values())
+        if awaited:
+            awaited = {late for number, late in self._used_outside.items() if number not in self._arrived}
         while self._queue and self._queue[0] in self._ready and self._queue[0] not in awaited:
             self._start_reduce(self._queue.popleft(), self._is_last)
 
@@ -486,8 +489,10 @@ class Engine:
         """The optimizer has changed the masters of these flats, and also this rank's part of the parameters or not."""
         self._keeps_units = False
         while self._running:  # calls that Ctrl-C has ended: no hook has told so
-            for unit in self._running.pop().units:
-                unit.users -= 1
+            self._held += self._running.pop().units
+        for unit in self._held:
+            unit.users -= 1
+        self._held.clear()
         self.reshard_all()
         self.order.begin(Kind.STEP)
         if any(gradient.flat.values is not gradient.flat.master for gradient in self.gradients):
