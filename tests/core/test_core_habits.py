@@ -14,7 +14,7 @@ from pairs import at_stages
 from plain import batches, net_loss, sharded, square_loss
 from ranks import RanksFailed
 from torch import nn
-from zoo import make_net
+from zoo import built, make_net
 
 NET = make_net()
 
@@ -270,3 +270,115 @@ def test_states_of_other_parameters_are_not_loaded() -> None:
         optimizer.step()
 
     on_ranks(2, body)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(2)])
+
+
+def penalty_first(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    penalty = model[1][0].weight.square().mean() if is_used else 0
+    return model(x).square().mean() + penalty
+
+
+def penalty_last(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    loss = model(x).square().mean()
+    return loss + model[1][0].weight.square().mean() if is_used else loss
+
+
+def first_and_between(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    """Use a weight before its module, which runs between two calls of the other one."""
+    penalty = model[1][0].weight.square().mean() if is_used else 0
+    return model[0](model[1](model[0](x))).square().mean() + penalty
+
+
+def of_an_unused_module(model: Any, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+    y = model[1](x)
+    return nn.functional.linear(y, model[0][0].weight).square().mean() if is_used else y.square().mean()
+
+
+@pytest.mark.parametrize("loss_of", [penalty_first, penalty_last, first_and_between, of_an_unused_module])
+@pytest.mark.parametrize("order", ["F0 B0", "F0 B0 F1 B1", "F0 F1 B0 B1"])
+@at_stages(0, 1, 2)
+def test_one_rank_uses_a_weight_outside_its_module(stage: int, order: str, loss_of: Any) -> None:
+    data = plain.numbers(5, 8, 6)
+    base = built(layers)
+
+    def train(model: Any, optimizer: Any, mean_of: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        for number, batch in enumerate(data):
+            losses = {}
+            for event in order.split():
+                part = int(event[1])
+                if event[0] == "F":
+                    losses[part] = mean_of(batch.chunk(2)[part], number)
+                else:
+                    losses[part].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(rank: int) -> plain.Tensors:
+        model, optimizer = sharded(base, plain.sgd, stage=stage, timeout=20)
+        train(model, optimizer, lambda x, number: loss_of(model, x.chunk(2)[rank], (number + rank) % 2 == 0))
+        return plain.full_parameters(model)
+
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        def mean(x: torch.Tensor, number: int) -> torch.Tensor:
+            parts = enumerate(x.chunk(2))
+            return sum(loss_of(model, part, (number + rank) % 2 == 0) for rank, part in parts) / 2
+
+        train(model, optimizer, mean)
+
+    wanted = plain.run_plain(base, plain.sgd, data, loop)
+    for ours in on_ranks(2, body):
+        plain.assert_close(ours, wanted)
+
+
+class Opaque:
+    """What a model returns, with tensors where nobody looks for them."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.read = lambda: value
+
+
+class ReturnsOpaque(nn.Module):
+    def __init__(self, is_nested: bool) -> None:
+        super().__init__()
+        self.first, self.gain = nn.Linear(8, 8), nn.Parameter(torch.full((8, 8), 0.5))
+        self.inner = ReturnsOpaque(False) if is_nested else None
+
+    def forward(self, x: torch.Tensor) -> Opaque:
+        y = torch.tanh(self.first(x)) @ self.gain
+        return Opaque(y if self.inner is None else torch.tanh(self.inner(y).read()) @ self.gain)
+
+
+@pytest.mark.parametrize("program", ["F0 B0 S Z", "F0 F1 B0 B1 S Z", "F0 E1 B0 F1 B1 S Z", "F0 F1 B01 S Z"])
+@pytest.mark.parametrize("units", [None, ("inner",)])
+def test_a_model_returns_an_object_that_hides_its_tensors(units: Any, program: str) -> None:
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).read().square().mean()
+
+    base, data = built(lambda: ReturnsOpaque(True)), plain.numbers(4, 8, 8)
+    assert_same(base, program, plain.sgd, data, loss_of=loss_of, units=units, identical=False)
+
+
+class ReturnsView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.layer.weight[:3]
+
+
+@pytest.mark.parametrize("units", [None, ("layer",)])
+def test_a_view_that_a_model_has_returned_is_used_after_another_forward(units: Any) -> None:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            y, view = model(batch)
+            with torch.no_grad():
+                model(batch.flip(1))
+            plain.take_step(optimizer, y.square().mean() + (view @ view.t()).square().mean())
+
+    assert_same(built(ReturnsView), loop, data=plain.numbers(4, 8, 8), units=units, identical=False)

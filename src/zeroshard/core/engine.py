@@ -65,6 +65,7 @@ class Engine:
         # passes
         self._tick = 0
         self._running: list[Call] = []
+        self._held: list[Unit] = []  # until the step: nothing tells when a graph has used them
         self._forward = ForwardPass()
         self._waiting: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # for a backward
         self._backward: BackwardPass | None = None
@@ -85,6 +86,8 @@ class Engine:
         self._schedule: list[Unit] | None = None  # in which order units are reduced, on all ranks
         self._queue: deque[Unit] = deque()  # to be reduced in this backward
         self._ready: set[Unit] = set()
+        self._used_outside: dict[int, Unit] = {}  # of parameters, by id: a gradient may arrive after those of modules
+        self._arrived: set[int] = set()  # of which one has arrived in this backward
         self._has_late = False  # a gradient has arrived after its unit was done
         self._launched: list[tuple[Gradient, list[bool]]] = []  # with which parameters have a summand
         self._all_present: dict[tuple[Gradient, ...], torch.Tensor] = {}
@@ -94,9 +97,11 @@ class Engine:
             found = engine()
             if found is None:
                 return
+            if found._used_outside:
+                found._arrived.add(id(parameter))
             if found._backward is None:
                 found._on_unseen_backward()
-            elif found.units[number] in found._ready:
+            elif found.units[number] in found._ready and found.units[number] not in found._queue:
                 found._has_late = True
 
         for number, unit in enumerate(units):
@@ -114,6 +119,7 @@ class Engine:
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
+        self.reshard_all()
         self.observers.on_values_changed(self)
 
     def __reduce__(self) -> NoReturn:
@@ -191,6 +197,8 @@ class Engine:
     def use_outside(self, parameter: nn.Parameter) -> None:
         """Have a parameter in memory that code outside its module uses: until the running call ends."""
         unit = self._unit_of[self.place[id(parameter)][0]]
+        if torch.is_grad_enabled():
+            self._used_outside[id(parameter)] = unit
         if not unit.is_sharded:
             unit.wait()
             if not self._running:
@@ -253,13 +261,13 @@ class Engine:
                 call.is_hooked = True
         is_hidden = has_graph and not call.is_hooked and any(unit.is_trainable for unit in call.units)
         returned = self._returned_units(output) if any(unit.is_sharded for unit in call.units) else set()
+        users = self._running[-1].units if self._running else self._held
         for unit in call.units:
-            unit.users -= 1
-            if not is_hidden and unit not in returned:
+            if unit.is_sharded and (is_hidden or unit in returned):  # a graph may use it without a hook
+                users.append(unit)
+            else:
+                unit.users -= 1
                 self.reshard(unit)
-            elif self._running:  # the caller's graph may use it without a hook
-                self._running[-1].units.append(unit)
-                unit.users += 1
 
     def _returned_units(self, output: object) -> set[Unit]:
         """Return the units of which a module has returned parameters, or views of them."""
@@ -343,7 +351,10 @@ class Engine:
         if not self._keeps_units:
             self.reshard(unit)
         self._ready.add(unit)
-        while self._queue and self._queue[0] in self._ready:
+        awaited = set(self._used_outside.values())
+        if awaited:
+            awaited = {late for number, late in self._used_outside.items() if number not in self._arrived}
+        while self._queue and self._queue[0] in self._ready and self._queue[0] not in awaited:
             self._start_reduce(self._queue.popleft(), self._is_last)
 
     def _end_backward(self) -> None:
@@ -363,6 +374,7 @@ class Engine:
                 self._waiting.discard(forward)
             self.reshard_all()
         self._backward = None
+        self._arrived.clear()
         self.observers.on_backward_end(self)
 
     def abort_backward(self) -> None:
@@ -477,8 +489,10 @@ class Engine:
         """The optimizer has changed the masters of these flats, and also this rank's part of the parameters or not."""
         self._keeps_units = False
         while self._running:  # calls that Ctrl-C has ended: no hook has told so
-            for unit in self._running.pop().units:
-                unit.users -= 1
+            self._held += self._running.pop().units
+        for unit in self._held:
+            unit.users -= 1
+        self._held.clear()
         self.reshard_all()
         self.order.begin(Kind.STEP)
         if any(gradient.flat.values is not gradient.flat.master for gradient in self.gradients):
@@ -486,6 +500,7 @@ class Engine:
         for unit in self.units:
             unit.start_refresh(stepped)
         self.order.end_step()
+        self._used_outside.clear()
         self._last_backward.end_step()
         self.observers.on_values_changed(self)
 

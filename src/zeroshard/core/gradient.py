@@ -101,6 +101,8 @@ class Gradient:
             with torch._C.DisableTorchFunctionSubclass():
                 for index, has_grad in enumerate(is_present):
                     if has_grad and self._handles[index] is None:
+                        late = self.flat.parameters[index]._grad
+                        self.local[index] = None if late is None else _dense(late)
                         self._expose(index)
 
     def _expose(self, index: int, has_graph: bool = False) -> None:
