@@ -466,7 +466,9 @@ class Lockstep:
             raise Counterexample(f"{title}: only some ranks raised: {told(errors[0])}") from errors[0]
         if all(map(is_clear, errors)):
             if must and self.ordinary:
-                raise Counterexample(f"{title} was refused, though a plain loop does it: {told(errors[0])}")
+                raise Counterexample(
+                    f"{title} was refused, though a plain loop does it: {told(errors[0])}"
+                ) from errors[0]
             words = re.sub(r"'[a-z0-9_.]+'", "…", str(errors[0]))
             self.refused[f"{title.split('(')[0]}: {words[:70]}"] += 1
             return None

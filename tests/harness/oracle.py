@@ -3,7 +3,8 @@
 A program is data: the options of a model and the calls of `Lockstep`, by the grammar of the state machine. After each
 call a digest is taken by public functions alone: the bits of parameters (of masters, where there are some) and of
 optimizer states, the collectives of rank 0 as (kind, ranks, bytes), the peak of each kind of memory, and the round
-trips between ranks. `differences` compares two runs, call by call.
+trips between ranks. `differences` compares two runs, call by call;
+`differences_of_cores` the numbers of the two cores.
 
 As a command it runs the programs that it reads: `PYTHONPATH=SRC python tests/harness/oracle.py < PROGRAMS`. The tests'
 own files are the same for both runs, so they use only what is public in both.
@@ -58,11 +59,11 @@ def extract_sources(target: Path) -> Path:
     return target / "src"
 
 
-def run_programs(sources: Path, programs: Sequence[Program]) -> list[list[Digest]]:
-    """Run programs with the library in ``sources``; return the digests of each."""
+def run_programs(sources: Path, programs: Sequence[Program], core: str = "old") -> list[list[Digest]]:
+    """Run programs with the library in ``sources``, on a core; return the digests of each."""
     result = subprocess.run(
         [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": str(sources)},
+        env={**os.environ, "PYTHONPATH": str(sources), "ZEROSHARD_CORE": core},
         input=json.dumps(programs),
         capture_output=True,
         text=True,
@@ -87,8 +88,66 @@ def differences(programs: Sequence[Program], old: list[list[Digest]], new: list[
             if one["outcome"] != "done" and other["outcome"] == "done":
                 break
             parts = [part for part in one if one[part] != other.get(part) and (call[0], part) not in MEANT]
+            parts = [part for part in parts if part not in ("numbers", "text")]  # bits are compared, and outcomes
             lines += [f"program {number}, {call}: {part}: {other.get(part)}, was {one[part]}" for part in parts]
             if parts:
+                break
+    return lines
+
+
+# Where the bits of the two cores differ, for sums are in another order. Then numbers are compared within CLOSE.
+OTHER_SUMS = {
+    "stage 0, two axes": "the old core all-reduces over the outer axis first, the new one over the inner axis first",
+    "stages 0 and 1, several backwards in a step": "the cores expect the last backward by other rules: one adds up "
+    "backwards before it reduces, the other one reduces each",
+    "a backward after a gradient was assigned": "the new core adds it to this rank's next summand and reduces the sum, "
+    "the old one adds it to what is reduced",
+}
+CLOSE = {None: 1e-6, "bf16": 2e-2}  # by precision
+
+
+def other_sums(options: dict[str, Any], calls: Sequence[Any]) -> str | None:
+    """Return why the cores sum in another order somewhere in these calls, if they do: a key of OTHER_SUMS."""
+    if options["stage"] == 0 and options["world"] == 4:
+        return "stage 0, two axes"
+    backwards, is_assigned = 0, False
+    for name, given in calls:
+        is_backward = name in ("backward", "train")
+        if is_backward and is_assigned:
+            return "a backward after a gradient was assigned"
+        backwards += is_backward
+        if backwards > 1 and options["stage"] < 2:
+            return "stages 0 and 1, several backwards in a step"
+        is_assigned = is_assigned or name == "assign_gradient"
+        if name in ("train", "zero_grad") or given.get("closure") is not None:
+            backwards, is_assigned = 0, False
+    return None
+
+
+def differences_of_cores(programs: Sequence[Program], old: list[list[Digest]], new: list[list[Digest]]) -> list[str]:
+    """Return one line for each program of which the new core gets other numbers than the old one, or an error.
+
+    A program ends at the first call that one core refuses and the other one does not. Inside contexts, what is read is
+    not compared.
+    """
+    lines = []
+    for number, (program, before, after) in enumerate(zip(programs, old, new, strict=True)):
+        calls = [("shard", {}), *program["calls"]]
+        for end, (one, other) in enumerate(zip(before, after, strict=False), 1):
+            what = f"program {number}, {program['options']}, {calls[:end]}"
+            if other["outcome"] == "wrong" and one["outcome"] != "wrong":
+                lines.append(f"{what}: {other['text']}")
+            if one["outcome"] != other["outcome"]:
+                break
+            if one["is_inside"] or "numbers" not in one:
+                continue
+            if "numbers" not in other:
+                lines.append(f"{what}: {other['error']}")
+                break
+            apart = max(abs(ours - theirs) for ours, theirs in zip(other["numbers"][0], one["numbers"][0], strict=True))
+            reason = other_sums(program["options"], calls[:end])
+            if apart > (CLOSE[program["options"].get("precision")] if reason else 0):
+                lines.append(f"{what}: off by {apart} ({reason})")
                 break
     return lines
 
@@ -160,15 +219,25 @@ def _bits(values: Any) -> str:
     return digest.hexdigest()
 
 
+def _numbers(values: Any) -> list[float]:
+    """Return all numbers in nested dicts."""
+    import torch
+
+    if isinstance(values, dict):
+        return [number for key in sorted(values) for number in _numbers(values[key])]
+    return values.flatten().tolist() if isinstance(values, torch.Tensor) else []
+
+
 def _states(both: Any) -> dict[str, Any]:
-    """Read parameters, states and peaks by public functions; an error is read by its type."""
+    """Read parameters and states by public functions; an error is read by its type."""
     import zeroshard
 
     def read(rank: int) -> dict[str, Any]:
         side = both.sides[rank]
         parameters = {name: zeroshard.full_parameter(side.model, name) for name in both.names}
-        states = {name: zeroshard.full_state(side.optimizer, name) for name in both.names}
-        return {"parameters": _bits(parameters), "states": _bits(states)}
+        states = side.optimizer.state_dict()["state"]
+        numbers = _numbers({0: parameters, 1: states}) if rank == 0 else []
+        return {"parameters": _bits(parameters), "states": _bits(states), "numbers": numbers}
 
     outcomes = both._outcomes("digest", read)
     found: dict[str, Any] = defaultdict(list)
@@ -181,7 +250,10 @@ def _states(both: Any) -> dict[str, Any]:
 def _peaks(both: Any) -> dict[str, int]:
     import zeroshard
 
-    memory = zeroshard.report(both.sides[0].model).memory
+    try:
+        memory = zeroshard.report(both.sides[0].model).memory
+    except NotImplementedError:  # of the new core
+        return {}
     return {
         f"{kind} on {tier}": held.peak
         for (kind, tier), held in memory.items()
@@ -198,18 +270,25 @@ def digests_of(program: Program, collectives: Collectives) -> list[Digest]:
 
     digests: list[Digest] = []
     with counted() as trips, collectives.new() as moved:
-        both = Lockstep(Options(**program["options"]))
+        try:
+            both = Lockstep(Options(**program["options"]))
+        except Counterexample as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return [{"outcome": "unsupported", "text": str(error.__cause__)}]
+            raise
         try:
             for name, given in [("", {}), *program["calls"]]:
-                refused, outcome = both.refused.total(), "done"
+                refused, outcome, text = both.refused.total(), "done", ""
                 try:
                     if name and not both.over and GRAMMAR[name][0](both):
                         both.act(name, given)
-                except Counterexample:
-                    outcome = "wrong"
+                except Counterexample as error:
+                    outcome = "unsupported" if isinstance(error.__cause__, NotImplementedError) else "wrong"
+                    text = str(error)[:1000]
                     both.over = True
                 outcome = "refused" if both.refused.total() > refused else outcome
-                digest = {"outcome": outcome, "collectives": list(moved), "round trips": len(trips)}
+                digest = {"outcome": outcome, "text": text, "collectives": list(moved), "round trips": len(trips)}
+                digest["is_inside"] = bool(both.opened)
                 if not both.over:
                     digest |= {**_states(both), "peaks": _peaks(both)}
                 digests.append(digest)
