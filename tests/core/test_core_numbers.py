@@ -36,24 +36,28 @@ def test_any_choice_of_units_trains_the_same(units: Any) -> None:
     assert_same(nn.Sequential(NET), units=units, bucket_size=64)
 
 
-def trained_in_bf16(
-    make: plain.MakeOptimizer, world: int, norms: list[torch.Tensor]
+SCALE = 1024.0  # of losses in fp16
+
+
+def trained_in_16_bits(
+    dtype: torch.dtype, make: plain.MakeOptimizer, world: int, norms: list[torch.Tensor]
 ) -> tuple[plain.Tensors, plain.Tensors]:
     """Train by hand: a 16-bit copy computes gradients of each rank's part, fp32 masters are updated.
 
     Gradients with one of the given norms are clipped.
     """
-    masters, computed = copy.deepcopy(NET), copy.deepcopy(NET).bfloat16()
+    masters, computed = copy.deepcopy(NET), copy.deepcopy(NET).to(dtype)
+    scale = SCALE if dtype is torch.float16 else 1.0
     optimizer = make(masters)
     for step, batch in enumerate(batches(3)):
         total: list[torch.Tensor] = []
         for rank in range(world):
             computed.zero_grad()
-            net_loss(computed, plain.split(batch, rank, world)).backward()
+            (net_loss(computed, plain.split(batch, rank, world)).float() * scale).backward()
             gradients = [p.grad for p in computed.parameters() if p.grad is not None]
             total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
         for parameter, gradient in zip(masters.parameters(), total, strict=True):
-            parameter.grad = (gradient / world).float()
+            parameter.grad = (gradient / world).float() / scale
         if norms:
             gradients = [parameter.grad for parameter in masters.parameters() if parameter.grad is not None]
             torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), norms[step])
@@ -69,19 +73,25 @@ def trained_in_bf16(
 @pytest.mark.parametrize("make", [adamw, decayed])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_bf16_equals_masters_by_hand_to_the_bit(world: int, clips: bool, make: plain.MakeOptimizer, stage: int) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_equal_masters_by_hand_to_the_bit(
+    precision: str, world: int, clips: bool, make: plain.MakeOptimizer, stage: int
+) -> None:
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+
     def body(rank: int) -> tuple[plain.Tensors, plain.Tensors, list[torch.Tensor]]:
-        model, optimizer = sharded(NET, make, stage=stage, precision="bf16", bucket_size=100)
+        options = {"precision": precision, "bucket_size": 100, "loss_scale": SCALE}
+        model, optimizer = sharded(NET, make, stage=stage, **options)
         norms = []
         for batch in shares(batches(3), rank, world):
-            net_loss(model, batch).backward()
+            optimizer.scale(net_loss(model, batch)).backward()
             norms += [optimizer.clip_grad_norm_(MAX_NORM)] if clips else []
             optimizer.step()
             optimizer.zero_grad()
         return plain.full_parameters(model), plain.masters(model), norms
 
     for *found, norms in on_ranks(world, body):
-        for ours, wanted in zip(found, trained_in_bf16(make, world, norms), strict=True):
+        for ours, wanted in zip(found, trained_in_16_bits(dtype, make, world, norms), strict=True):
             assert_equal(ours, wanted)
 
 

@@ -30,7 +30,7 @@ SUPPORTED_OPTIONS = frozenset(
     "stage partition precision keep_fp32 cast_inputs units bucket_size ring backwards prefetch broadcast_buffers "
     "defragment timeout heartbeat_timeout loss_scale".split()
 )
-SUPPORTED_PRECISIONS = (None, "fp32", "bf16")
+SUPPORTED_PRECISIONS = (None, "fp32", "bf16", "fp16")
 
 
 def shard(

@@ -22,6 +22,7 @@ from zeroshard.core.flat import Flat
 from zeroshard.core.gradient import Gradient
 from zeroshard.core.handle import GradientHandle, is_in_backward
 from zeroshard.core.last_backward import LastBackward
+from zeroshard.core.loss_scale import LossScale, inverse_scale
 from zeroshard.core.norms import norms_over_ranks
 from zeroshard.core.order import Kind, Order
 from zeroshard.core.outputs import Attributes, tensors_with_graph
@@ -74,6 +75,8 @@ class Engine:
         self._is_unseen = False  # a backward runs that no module has seen
         self._keeps_units = False  # create_graph: the new graph uses them
         self._is_new_graph_used = False  # a backward has gone through it
+        is_fp16 = config.precision == "fp16"
+        self.loss_scale = LossScale(config.loss_scale, self.device) if is_fp16 else None
         # reductions
         self.syncs = True  # False inside no_sync()
         self._last_backward = LastBackward(config.backwards)
@@ -100,7 +103,7 @@ class Engine:
             if found._used_outside:
                 found._arrived.add(id(parameter))
             if found._backward is None:
-                found._on_unseen_backward()
+                found._on_unseen_backward(parameter)
             elif found.units[number] in found._ready and found.units[number] not in found._queue:
                 found._has_late = True
 
@@ -281,11 +284,15 @@ class Engine:
         self._begin_backward().add(forward)
         self._visit(call)
 
-    def _on_unseen_backward(self) -> None:
+    def _on_unseen_backward(self, parameter: torch.Tensor) -> None:
         """A gradient has arrived in a backward that no module has seen: keep it on this rank until it is needed."""
         if not self._is_unseen:
             self._is_unseen = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_unseen_backward)
+        inverse = inverse_scale()
+        if inverse is not None or self.loss_scale is not None:
+            flat, index = self.place[id(parameter)]
+            self.gradient_of[flat].set_summand_factor(inverse, arrived=index)
 
     def _end_unseen_backward(self) -> None:
         self._is_unseen = False
@@ -300,6 +307,10 @@ class Engine:
         self._backward = BackwardPass()
         self._is_new_graph_used = self._keeps_units and not torch.is_grad_enabled()
         self._keeps_units = self._keeps_units or torch.is_grad_enabled()
+        inverse = inverse_scale()
+        if inverse is not None or self.loss_scale is not None:  # of this model, or of another one with the same loss
+            for gradient in self.gradients:
+                gradient.set_summand_factor(inverse)
         self._is_last = self.syncs and (self._last_backward.begin() or self._is_always_last)
         self._reduces = self.syncs and (self._is_last or self._reduces_always)
         for forward in self._waiting:
@@ -387,6 +398,8 @@ class Engine:
         if self._backward is not None:
             self._backward = None
             self._queue.clear()
+            for gradient in self.gradients:
+                gradient.collect()
             self._finish_reductions()
             self.reshard_all()
 
@@ -449,7 +462,7 @@ class Engine:
         """Reduce what is pending: after no_sync(), accumulation without a known end, or an assignment."""
         self.abort_backward()
         for gradient in self.gradients:
-            gradient.collect()
+            gradient.collect(is_exact=True)
         if any(gradient.is_pending for gradient in self.gradients):
             for unit in self._schedule or [unit for unit in reversed(self.units) if unit.is_trainable]:
                 self._start_reduce(unit, is_last=True)
@@ -461,7 +474,7 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             is_assigned = not isinstance(parameter.grad, GradientHandle | None)
         if is_assigned and flat.is_trainable and not is_in_backward():
-            self.gradient_of[flat].collect()
+            self.gradient_of[flat].collect(is_exact=True)
 
     def settle_gradients(self) -> None:
         """Take over what the user has written into whole gradients, and free these."""

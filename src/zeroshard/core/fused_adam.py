@@ -50,8 +50,8 @@ class FusedAdam:
             for group in self._inner.param_groups
         )
 
-    def step(self, slices: list[Slice]) -> None:
-        """Update slices, which all have a gradient."""
+    def step(self, slices: list[Slice], found_inf: torch.Tensor | None) -> None:
+        """Update slices, which all have a gradient, if ``found_inf`` is 0."""
         missing = [each.values.nbytes for each in slices if not self._inner.state.get(each.values)]
         self._engine.context.pool.reserve(missing * len(ADAM_STATE_KEYS))
         by_group: dict[int, list[Slice]] = {}
@@ -63,16 +63,20 @@ class FusedAdam:
             states = [self._state(each) for each in group_slices]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            self._kernel.run(self._launch(group_slices, states), steps, hyperparams, self._factors(group_slices))
+            self._kernel.run(
+                self._launch(group_slices, states), steps, hyperparams, self._factors(group_slices, found_inf)
+            )
+            if found_inf is not None:  # an overflow does not count as a step
+                torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _factors(self, slices: list[Slice]) -> Factors:
+    def _factors(self, slices: list[Slice], found_inf: torch.Tensor | None) -> Factors:
         """Return what the kernel multiplies the gradients of all slices with."""
         gradients = [self._engine.gradient_of[each.flat] for each in slices]
         factor = gradients[0].factor
         if any(gradient.factor is not factor for gradient in gradients):
             for gradient in gradients:
-                gradient.apply_factor()
-        return Factors(clip_coef=gradients[0].factor)
+                gradient.set_factor(None)
+        return Factors(clip_coef=gradients[0].factor, found_inf=found_inf)
 
     def _state(self, each: Slice) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state[each.values]

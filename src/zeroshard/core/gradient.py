@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from zeroshard.core.flat import Flat
-from zeroshard.core.handle import GradientHandle
+from zeroshard.core.handle import GradientHandle, is_in_backward
+from zeroshard.core.loss_scale import inverse_scale
 
 _GET_GRAD = operator.attrgetter("_grad")
 _IS_THERE = partial(operator.is_not, None)
@@ -40,7 +41,10 @@ class Gradient:
         self._is_borrowed = [False] * count  # of ``local``: other gradients, or the user, may have the same tensor
         self.reduced: torch.Tensor | None = None
         self.placements = flat.grad_placements  # of ``reduced``
-        self.factor: torch.Tensor | None = None  # of a clip: whoever reads ``reduced`` next multiplies it, once
+        # Who reads ``reduced`` next multiplies it: by a clip, and by the inverse of the loss scale. Summands have the
+        # scale of the last backward.
+        self.factor: torch.Tensor | None = None
+        self.summand_factor: torch.Tensor | None = None
         self.has_grad = [False] * count  # of those in ``reduced``: on any rank
         self._handles: list[GradientHandle | None] = [None] * count  # in ``parameter.grad``
         self._spare = list(self._handles)  # earlier ones that nobody else has: making one takes longer than reducing it
@@ -66,8 +70,11 @@ class Gradient:
 
     # -- from and to ``parameter.grad`` -----------------------------------------------------------------------------
 
-    def collect(self) -> None:
-        """Take over what autograd or the user has put into ``parameter.grad``, and leave handles there."""
+    def collect(self, is_exact: bool = False) -> None:
+        """Take over what autograd or the user has put into ``parameter.grad``, and leave handles there.
+
+        ``is_exact``: it is not of a scaled loss.
+        """
         parameters = self.flat.parameters
         with torch._C.DisableTorchFunctionSubclass():
             found = list(map(_GET_GRAD, parameters))
@@ -91,7 +98,10 @@ class Gradient:
                     self._forget(index)
                 if value is not None:
                     has_graph = value.requires_grad
-                    self.local[index] = _dense(value) if has_graph or value.layout is not torch.strided else value
+                    summand = _dense(value) if has_graph or value.layout is not torch.strided else value
+                    if is_exact and self.summand_factor is not None:
+                        summand = summand / self.summand_factor
+                    self.local[index] = summand
                     self._is_borrowed[index] = False
                     self._expose(index, has_graph)
 
@@ -126,6 +136,10 @@ class Gradient:
 
     def add_local(self, index: int, summand: torch.Tensor) -> None:
         """Add a summand of this rank."""
+        if not is_in_backward():
+            summand = summand if self.summand_factor is None else summand / self.summand_factor
+        elif self.summand_factor is not inverse_scale():
+            self.set_summand_factor(inverse_scale())
         now = self.local[index]
         if now is None:
             self.local[index] = _dense(summand)
@@ -147,6 +161,7 @@ class Gradient:
         self.memory = None
         self.reduced = None
         self.factor = None
+        self.summand_factor = None
         self._full = None
         self._stale = None
         self.local = [None] * count
@@ -170,7 +185,7 @@ class Gradient:
         """Return this rank's part of a parameter's gradient, to be changed in place."""
         self._need_reduced(handle)
         self.settle()
-        self.apply_factor()
+        self.set_factor(None)
         assert self.reduced is not None
         return self.reduced[self.flat.part(self.flat.grad_span, handle.number)]
 
@@ -179,7 +194,7 @@ class Gradient:
         self._need_reduced(handle)
         if self._full is None:
             self.before_gather()
-            self.apply_factor()
+            self.set_factor(None)
             assert self.reduced is not None
             self._full = self.flat.gather(self.reduced, self.flat.grad_placements)
         return self.flat.shaped(self._full, handle.number)
@@ -203,11 +218,31 @@ class Gradient:
             self._stale = (self._full, self._full.clone()) if _is_viewed(self._full) else self._stale
         self._full = None
 
-    def apply_factor(self) -> None:
-        """Multiply the gradient by what a clip has left to its next reader."""
-        if self.factor is not None and self.reduced is not None:
-            self.reduced.mul_(self.factor)
-        self.factor = None
+    def set_factor(self, factor: torch.Tensor | None) -> None:
+        """Multiply ``reduced`` so that what is left to its next reader is ``factor``; None: nothing."""
+        if self.reduced is not None and self.factor is not factor:
+            self.reduced.mul_(_quotient(self.factor, factor))
+        self.factor = factor
+
+    def set_summand_factor(self, factor: torch.Tensor | None, arrived: int | None = None) -> None:
+        """In a backward whose loss may be scaled: bring earlier summands to the same scale.
+
+        ``arrived``: the parameter of which autograd has just put a gradient of this backward into ``parameter.grad``.
+        """
+        if self.summand_factor is factor and arrived is not None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = None if arrived is None else self.flat.parameters[arrived]
+            kept = None if parameter is None else parameter._grad
+            if parameter is not None and not isinstance(kept, GradientHandle):
+                parameter._grad = None
+            self.collect(is_exact=True)
+            if self.summand_factor is not factor:
+                coefficient = _quotient(self.summand_factor, factor)
+                self.local = [None if summand is None else summand * coefficient for summand in self.local]
+                self.summand_factor = factor
+            if parameter is not None:
+                parameter._grad = kept
 
     def _need_reduced(self, handle: GradientHandle) -> None:
         if handle is not self._handles[handle.number]:
@@ -223,6 +258,13 @@ def _dense(summand: torch.Tensor) -> torch.Tensor:
     """Return a strided tensor without a graph."""
     summand = summand.detach() if summand.requires_grad else summand
     return summand if summand.layout is torch.strided else summand.to_dense()
+
+
+def _quotient(factor: torch.Tensor | None, other: torch.Tensor | None) -> Any:
+    """Return one factor divided by another, where None is 1."""
+    if other is None:
+        return factor
+    return 1 / other if factor is None else factor / other
 
 
 def _has_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:

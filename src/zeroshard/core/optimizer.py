@@ -140,19 +140,32 @@ class ShardedOptimizer(Optimizer):
         engine.observers.on_step(engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
+            found_inf = self._find_overflow(slices)
             is_written = False
             try:
                 with self._options_shared():
-                    is_written = self._update(slices)
+                    is_written = self._update(slices, found_inf)
             finally:  # also after an error: what has changed by then is known to all ranks
                 engine.end_step({each.flat: is_written for each in slices})
         return loss
 
-    def _update(self, slices: list[Slice]) -> bool:
-        """Update slices; return whether this rank's parameters are written, too."""
+    def _find_overflow(self, slices: list[Slice]) -> torch.Tensor | None:
+        """Return 1 if a gradient has overflowed on any rank, else 0; None if there is no loss scale."""
+        engine = self._engine
+        if engine.loss_scale is None:
+            return None
+        gradients = engine.gradient_of
+        is_scaled = any(gradients[each.flat].summand_factor is not None for each in slices)
+        engine.order.record(Kind.OVERFLOW)
+        return engine.loss_scale.find_overflow([each.gradient(gradients) for each in slices], engine.axes, is_scaled)
+
+    def _update(self, slices: list[Slice], found_inf: torch.Tensor | None) -> bool:
+        """Update slices, unless a gradient has overflowed; return whether this rank's parameters are written, too."""
         if self._fused is not None and self._fused.can_step():
-            self._fused.step(slices)
+            self._fused.step(slices, found_inf)
             return True
+        if found_inf is not None and bool(found_inf):
+            return False
         batches = _batches(slices, self._engine) if _is_plain_step(self._inner) else [slices]
         for batch in batches:
             for each in batch:
@@ -188,8 +201,25 @@ class ShardedOptimizer(Optimizer):
                 super().zero_grad(set_to_none=False)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what a backward starts from: the loss itself, since fp32 and bf16 need no loss scaling."""
-        return loss
+        """Return what a backward starts from: with fp16 a scaled loss, else the loss itself."""
+        scale = self._engine.loss_scale
+        return loss if scale is None else scale.scale(loss)
+
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """The scale of the next loss, with fp16."""
+        scale = self._engine.loss_scale
+        return None if scale is None else scale.value
+
+    def loss_scale_state(self) -> list[float] | None:
+        """Return the loss scale of fp16 and the steps since the last overflow, for :meth:`load_loss_scale`."""
+        scale = self._engine.loss_scale
+        return None if scale is None else scale.state()
+
+    def load_loss_scale(self, state: list[float]) -> None:
+        """Load what :meth:`loss_scale_state` has returned; nothing with other precisions."""
+        if self._engine.loss_scale is not None:
+            self._engine.loss_scale.load(state)
 
     # -- clipping -----------------------------------------------------------------------------------------------
 
@@ -204,26 +234,36 @@ class ShardedOptimizer(Optimizer):
         slices = self._gradient_slices()
         engine = self._engine
         gradients = engine.gradient_of
-        counted = [each for each in slices if each.flat.layout.counts(each.flat.grad_placements)]
+        flats = Counter(each.flat for each in slices for _ in each.indices)
+        factors = {gradients[flat].factor for flat in flats}
+        earlier = factors.pop() if len(factors) == 1 else None  # of all: the norm is multiplied, and not the gradients
+        for flat in flats:
+            if gradients[flat].factor is not earlier:
+                gradients[flat].set_factor(None)
+        parts = [each.gradient(gradients) for each in slices if each.flat.layout.counts(each.flat.grad_placements)]
         engine.order.record(Kind.NORM)
-        parts = [each.gradient(gradients) for each in counted]
         total = norms_over_ranks([parts], norm_type, engine.axes, engine.device)[0]
+        total = total if earlier is None else total * earlier
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the gradient norm is {total.item()}: the gradients were not clipped")
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        own = [(each.flat, index) for each in slices for index in each.indices]
-        for flat, count in Counter(flat for flat, _ in own).items():
+        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        factor = coefficient if earlier is None else earlier * coefficient
+        for flat, count in flats.items():
             if count == sum(gradients[flat].has_grad):
                 gradients[flat].factor = factor
         for each in slices:
             if gradients[each.flat].factor is not factor:  # other parameters of the flat are not clipped
-                each.gradient(gradients).mul_(factor)
+                each.gradient(gradients).mul_(coefficient)
         return total
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to [-clip_value, clip_value]."""
-        parts = [each.gradient(self._engine.gradient_of) for each in self._gradient_slices()]
+        slices = self._gradient_slices()
+        gradients = self._engine.gradient_of
+        for each in slices:
+            gradients[each.flat].set_factor(None)
+        parts = [each.gradient(gradients) for each in slices]
         if parts:
             torch._foreach_clamp_min_(parts, -clip_value)
             torch._foreach_clamp_max_(parts, clip_value)
@@ -232,10 +272,7 @@ class ShardedOptimizer(Optimizer):
         """Return the slices that have a gradient, of which this rank's parts may be changed in place."""
         self._engine.finish_gradients()
         self._engine.settle_gradients()
-        slices = self._slices_with_gradient()
-        for each in slices:
-            self._engine.gradient_of[each.flat].apply_factor()
-        return slices
+        return self._slices_with_gradient()
 
     # -- states -------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Kind(enum.Enum):
     READ = "read gradients of unit"
     VALUES = "gather values"
     NORM = "add up norms"
+    OVERFLOW = "look for overflows"
     REFRESH = "refresh parameters"
 
 

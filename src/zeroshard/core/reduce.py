@@ -37,8 +37,8 @@ class Reducer:
 
     def start(self, gradient: Gradient, to: Placements) -> None:
         """Start to reduce a gradient: its summands, and what earlier backwards have reduced only in part."""
-        if gradient.factor is not None:
-            gradient.apply_factor()
+        if gradient.factor is not gradient.summand_factor:
+            gradient.set_factor(gradient.summand_factor)
         partial = gradient.reduced if gradient.placements != to else None
         summands = gradient.local
         gradient.local = [None] * len(summands)

@@ -44,7 +44,7 @@ class Slice:
         """Let the private optimizer see its gradient, in the dtype of the master."""
         gradient = gradients[self.flat]
         if gradient.factor is not None and self.flat.dtype == self.values.dtype:
-            gradient.apply_factor()
+            gradient.set_factor(None)
         exact = self.gradient(gradients).to(self.values.dtype)
         self.values.grad = exact if gradient.factor is None else exact.mul_(gradient.factor)
 
