@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import io
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import sys
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,29 +44,39 @@ HEADER = """\
 # door        attributes of attributes of the core that other folders read: see names_used_from_outside().
 """
 
-SKIPPED = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.ENCODING, tokenize.ENDMARKER),
-}
+# A token or a comment, by the expressions of tokenize, which takes twice as long to find lines and positions too.
+LEXEME = re.compile(
+    tokenize.group(
+        tokenize.Comment,
+        tokenize.StringPrefix + tokenize.group("'''" + tokenize.Single3, '"""' + tokenize.Double3),
+        tokenize.String,
+        tokenize.Number,
+        tokenize.Name,
+        *(re.escape(operator) for operator in sorted(tokenize.EXACT_TOKEN_TYPES, reverse=True)),
+    ),
+    re.DOTALL,
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
 
 Rows = dict[str, dict[str, float]]
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Yield where docstrings begin."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None:
-            yield node.body[0].lineno, node.body[0].col_offset
+def _num_docstrings(tree: ast.Module) -> int:
+    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
+    return sum(ast.get_docstring(node, clean=False) is not None for node in nodes)
 
 
 @functools.cache
 def tokens_of(text: str) -> int:
-    """Return the number of tokens that are neither comments, docstrings nor line ends."""
-    docs = set(_docstrings(ast.parse(text)))
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(t.type not in SKIPPED and not (t.type == tokenize.STRING and t.start in docs) for t in found)
+    """Return the number of tokens that are neither comments, docstrings nor line ends.
+
+    >>> tokens_of("x = 'a' # b")
+    3
+    """
+    found = sum(not match.group().startswith("#") for match in LEXEME.finditer(text))
+    return found - _num_docstrings(ast.parse(text))
 
 
 class Size:
@@ -79,6 +88,13 @@ class Size:
         self.tuples = 0
         self.statements = 0
         self.names: set[str] = set()
+
+    def include(self, other: Size) -> None:
+        self.tokens += other.tokens
+        self.branches += other.branches
+        self.tuples += other.tuples
+        self.statements += other.statements
+        self.names |= other.names
 
     def add(self, text: str) -> None:
         self.tokens += tokens_of(text)
@@ -127,10 +143,12 @@ def source_sizes() -> Rows:
     """Return the size of each folder of src."""
     sizes: dict[str, Size] = defaultdict(Size)
     for path in sorted(SOURCES.rglob("*.py")):
-        folder = _folder(path)
-        sizes[folder].add(path.read_text())
+        sizes[_folder(path)].add(path.read_text())
+    total = Size()
+    for folder, size in sizes.items():
         if folder != "core":  # it stands beside the core that it replaces, and has a limit of its own
-            sizes["total"].add(path.read_text())
+            total.include(size)
+    sizes["total"] = total
     rows = {folder: size.row() for folder, size in sizes.items()}
     rows["total"]["tokens_a_statement"] = round(sizes["total"].tokens / sizes["total"].statements, 2)
     return rows

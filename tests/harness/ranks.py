@@ -65,8 +65,8 @@ MAX_NCCL_RANKS = 4
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one has failed
 LOOPBACK = "127.0.0.1"
 # Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
-# imports, takes 1.5 seconds; the modules of many bodies import the others.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer"]
+# imports, takes 1.5 seconds; the modules of many bodies import the others, and those of nearly all pytest.
+PRELOADED = ["pytest", "torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer"]
 # With the Trainer come Accelerate, PEFT and the classes that all models share. Where there is a GPU, one of them
 # initializes CUDA, which a forked process cannot use then. (Asking for a GPU here would initialize it, too.)
 PRELOADED += ["transformers.trainer" if torch.version.cuda is None else "transformers"]

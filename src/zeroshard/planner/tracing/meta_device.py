@@ -1,4 +1,4 @@
-"""Two things that the meta device lacks: the values that a model reads, and fused attention kernels.
+"""What the meta device lacks: the values that a model reads, fast repetitions, and fused attention kernels.
 
 [Note: known values]
 Models read the values of a few tensors: do these positions form one sequence or several, is anything masked? The
@@ -11,6 +11,7 @@ model that branches on it cannot be traced.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,62 @@ class KnownValues:
         for tensor in list(self._values):
             if tensor.untyped_storage()._cdata in storages:
                 del self._values[tensor]
+
+
+class RepeatedOps:
+    """Runs operations, but of those that differ only in their tensors' addresses one.
+
+    torch finds the shapes of some results, e.g. of a layer norm, by milliseconds of Python, and a model repeats its
+    blocks. Views are always run: they share the memory of their argument.
+
+    >>> ops, x, aten = RepeatedOps(), torch.empty(2, 3, device="meta"), torch.ops.aten
+    >>> one, other = [ops.run(aten.native_layer_norm.default, (x, [3], None, None, 0.1), {}) for _ in range(2)]
+    >>> [tensor.shape for tensor in one] == [tensor.shape for tensor in other] and one[0] is not other[0]
+    True
+    >>> ops.run(aten.sum.dim_IntList, (x, [0], True), {}).shape == ops.run(aten.sum.dim_IntList, (x, [0], 0), {}).shape
+    False
+    >>> one, other = [ops.run(aten._unsafe_view.default, (x, [3, 2]), {}) for _ in range(2)]
+    >>> one.untyped_storage()._cdata == other.untyped_storage()._cdata == x.untyped_storage()._cdata
+    True
+    """
+
+    def __init__(self) -> None:
+        self._makers: dict[Any, Any] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operation's result; for arguments as before, new tensors like those it returned before."""
+        key = func, _layout(args), _layout(tuple(kwargs.items()))
+        if key in self._makers:
+            return tree_map_only(partial, lambda make: make(), self._makers[key])
+        result = func(*args, **kwargs)
+        if _are_new_and_dense(list(iter_tensors(result)), list(iter_tensors((args, kwargs)))):
+            self._makers[key] = tree_map_only(torch.Tensor, _maker, result)
+        return result
+
+
+def _layout(value: Any) -> Any:
+    """Return what a result's layout may depend on."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    return type(value), value  # 1 equals True
+
+
+def _maker(tensor: torch.Tensor) -> partial[torch.Tensor]:
+    return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _are_new_and_dense(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    """Return whether there are results and each is a plain meta tensor that fills a storage of its own."""
+    storages = {tensor.untyped_storage()._cdata for tensor in (*results, *inputs)}
+    is_new = len(storages) == len(results) + len({tensor.untyped_storage()._cdata for tensor in inputs})
+    return bool(results) and is_new and all(map(_fills_its_storage, results))
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.is_meta
+    return is_plain and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 
 class FusedAttentionMode(TorchFunctionMode):

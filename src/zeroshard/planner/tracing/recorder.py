@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.engine import ForwardRecord, ModuleCall, Schedule
-from zeroshard.planner.tracing.meta_device import KnownValues
+from zeroshard.planner.tracing.meta_device import KnownValues, RepeatedOps
 from zeroshard.planner.tracing.op_cost import (
     DTYPE_NAMES,
     FLOAT8_PRODUCTS,
@@ -43,6 +43,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known_values = KnownValues()
         self._live_storages: dict[int, weakref.ref[Any]] = {}  # by address
         self._freed_bytes = 0.0
+        self._repeated_ops = RepeatedOps()
 
     def ignore_tensors(self, *tensors: torch.Tensor) -> None:
         """Do not count these tensors' memory: parameters, buffers and the batch are counted elsewhere."""
@@ -104,7 +105,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             return value
         freed = self._pop_freed_bytes()
-        result = func(*args, **kwargs)
+        result = self._repeated_ops.run(func, args, kwargs)
         self.known_values.propagate(func, args, kwargs, result)
         allocated = self._track_allocations(result)
         kind = op_kind(func, allocated > 0)
