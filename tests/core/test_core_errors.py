@@ -42,6 +42,19 @@ def test_nothing_is_kept_of_gathered_after_an_error(write_rank: int | None, prec
     on_ranks(2, body)
 
 
+def test_nothing_is_kept_of_a_failed_block_inside_another() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(NET, plain.sgd, stage=3, timeout=20)
+        before = plain.masters(model)
+        outer = api.gathered(model, write_rank=0)
+        with outer, pytest.raises(KeyboardInterrupt), api.gathered(model, write_rank=0):
+            model.head.weight.data.zero_()
+            raise KeyboardInterrupt
+        plain.assert_equal(plain.masters(model), before)
+
+    on_ranks(2, body)
+
+
 PLACES = {
     "model": lambda model: model.register_forward_pre_hook,
     "block": lambda model: model.blocks[1].register_forward_pre_hook,

@@ -345,7 +345,7 @@ class Opaque:
 class ReturnsOpaque(nn.Module):
     def __init__(self, is_nested: bool) -> None:
         super().__init__()
-        self.first, self.gain = nn.Linear(8, 8), nn.Parameter(torch.full((8, 8), 0.5))
+        self.first, self.gain = nn.Linear(8, 8), nn.Parameter(torch.full((8, 8), 0.1))
         self.inner = ReturnsOpaque(False) if is_nested else None
 
     def forward(self, x: torch.Tensor) -> Opaque:

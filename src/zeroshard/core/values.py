@@ -19,8 +19,12 @@ def gathered(engine: Engine, write_rank: int | None) -> Iterator[None]:
     """Have all parameters whole: see :func:`zeroshard.gathered`."""
     engine.order.record(Kind.VALUES)
     with engine.using(engine.units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
-        is_lost = write_rank is None  # what the block has changed
-        before = [(flat, flat.full.clone()) for flat in engine.flats if is_lost or not flat.is_sharded]
+        before = [
+            (flat, flat.full.clone())
+            for unit in engine.units
+            for flat in unit.flats
+            if write_rank is None or not flat.is_sharded or unit.users > 1  # others keep it in memory
+        ]
         try:
             yield
             if write_rank is not None:
