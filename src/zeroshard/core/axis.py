@@ -19,6 +19,7 @@ from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_SUM = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.AVG}  # of gradients: whether they are averaged
 REDUCES_IN_PLACE = ("nccl", "fake")  # backends whose reduce-scatter may write to its own part of the input
 
 Steps = Iterator[None]  # of a transfer: each yield is where a collective is under way
@@ -57,14 +58,14 @@ class Axis:
             return work, partial(sum_in_order, output, received.view(self.size, -1))
         is_apart = output.untyped_storage().data_ptr() != summand.untyped_storage().data_ptr()
         if is_apart or self.backend in REDUCES_IN_PLACE:
-            return _reduce_scatter(output, summand, _sum_op(is_averaged), self.reduction_group, async_op=True), None
+            return _reduce_scatter(output, summand, _SUM[is_averaged], self.reduction_group, async_op=True), None
         result = torch.empty_like(output)
-        work = _reduce_scatter(result, summand, _sum_op(is_averaged), self.reduction_group, async_op=True)
+        work = _reduce_scatter(result, summand, _SUM[is_averaged], self.reduction_group, async_op=True)
         return work, partial(output.copy_, result)
 
     def start_all_reduce(self, tensor: torch.Tensor, is_averaged: bool) -> Any:
         """Start to add up a gradient over the ranks, in place."""
-        return dist.all_reduce(tensor, _sum_op(is_averaged), self.reduction_group, async_op=True)
+        return dist.all_reduce(tensor, _SUM[is_averaged], self.reduction_group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a small tensor over the ranks, in place."""
@@ -86,10 +87,6 @@ class Axis:
             work.wait(POLL_INTERVAL)
         except RuntimeError:  # under way, or failed
             self.checker.wait_for_work(work, self.checker.position()[1], start)  # type: ignore[index]
-
-
-def _sum_op(is_averaged: bool) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
 
 
 def all_reduce(

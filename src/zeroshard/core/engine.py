@@ -22,7 +22,7 @@ from zeroshard.core.flat import Flat
 from zeroshard.core.gradient import Gradient
 from zeroshard.core.handle import GradientHandle, is_in_backward
 from zeroshard.core.last_backward import LastBackward
-from zeroshard.core.loss_scale import LossScale, inverse_scale
+from zeroshard.core.loss_scale import RUNNING, LossScale, inverse_scale
 from zeroshard.core.norms import norms_over_ranks
 from zeroshard.core.order import Kind, Order
 from zeroshard.core.outputs import Attributes, tensors_with_graph
@@ -289,10 +289,9 @@ class Engine:
         if not self._is_unseen:
             self._is_unseen = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_unseen_backward)
-        inverse = inverse_scale()
-        if inverse is not None or self.loss_scale is not None:
+        if RUNNING or self.loss_scale is not None:
             flat, index = self.place[id(parameter)]
-            self.gradient_of[flat].set_summand_factor(inverse, arrived=index)
+            self.gradient_of[flat].set_summand_factor(inverse_scale(), arrived=index)
 
     def _end_unseen_backward(self) -> None:
         self._is_unseen = False
@@ -303,14 +302,14 @@ class Engine:
     def _begin_backward(self) -> BackwardPass:
         if self._backward is not None and self._callback() is not None:
             return self._backward
-        self._forget_backward()
+        if self._backward is not None:
+            self._forget_backward()
         self._backward = BackwardPass()
         self._is_new_graph_used = self._keeps_units and not torch.is_grad_enabled()
         self._keeps_units = self._keeps_units or torch.is_grad_enabled()
-        inverse = inverse_scale()
-        if inverse is not None or self.loss_scale is not None:  # of this model, or of another one with the same loss
+        if RUNNING or self.loss_scale is not None:  # the loss may have the scale of another model
             for gradient in self.gradients:
-                gradient.set_summand_factor(inverse)
+                gradient.set_summand_factor(inverse_scale())
         self._is_last = self.syncs and (self._last_backward.begin() or self._is_always_last)
         self._reduces = self.syncs and (self._is_last or self._reduces_always)
         for forward in self._waiting:
@@ -392,16 +391,16 @@ class Engine:
         """Forget a backward that has raised; what it has reduced stays."""
         if not is_in_backward():
             self._is_unseen = False
-            self._forget_backward()
+            if self._backward is not None:
+                self._forget_backward()
 
     def _forget_backward(self) -> None:
-        if self._backward is not None:
-            self._backward = None
-            self._queue.clear()
-            for gradient in self.gradients:
-                gradient.collect()
-            self._finish_reductions()
-            self.reshard_all()
+        self._backward = None
+        self._queue.clear()
+        for gradient in self.gradients:
+            gradient.collect()
+        self._finish_reductions()
+        self.reshard_all()
 
     # -- gradients ----------------------------------------------------------------------------------------------
 

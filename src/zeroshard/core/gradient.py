@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.core.flat import Flat
 from zeroshard.core.handle import GradientHandle, is_in_backward
-from zeroshard.core.loss_scale import inverse_scale
+from zeroshard.core.loss_scale import RUNNING, inverse_scale
 
 _GET_GRAD = operator.attrgetter("_grad")
 _IS_THERE = partial(operator.is_not, None)
@@ -138,8 +138,8 @@ class Gradient:
         """Add a summand of this rank."""
         if not is_in_backward():
             summand = summand if self.summand_factor is None else summand / self.summand_factor
-        elif self.summand_factor is not inverse_scale():
-            self.set_summand_factor(inverse_scale())
+        elif RUNNING or self.summand_factor is not None:
+            self.set_summand_factor(inverse_scale(), arrived=index)
         now = self.local[index]
         if now is None:
             self.local[index] = _dense(summand)

@@ -15,7 +15,7 @@ GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale double
 
 # The inverse scale of the losses of running backwards, by autograd's number of each. One table for all models, because
 # one loss may depend on several.
-_RUNNING: dict[int, torch.Tensor | None] = {}
+RUNNING: dict[int, torch.Tensor | None] = {}
 
 
 class LossScale:
@@ -115,7 +115,7 @@ def _note_backward(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _note(task: int, inverse: torch.Tensor | None) -> torch.Tensor | None:
     """Note the scale of a backward, unless it is known; return it."""
-    if task not in _RUNNING:
-        _RUNNING[task] = inverse
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_RUNNING.pop, task, None))  # type: ignore[arg-type]
-    return _RUNNING[task]
+    if task not in RUNNING:
+        RUNNING[task] = inverse
+        torch.autograd.Variable._execution_engine.queue_callback(partial(RUNNING.pop, task, None))  # type: ignore[arg-type]
+    return RUNNING[task]

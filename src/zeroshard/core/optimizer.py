@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat
 from zeroshard.core.fused_adam import FusedAdam
+from zeroshard.core.loss_scale import LossScale
 from zeroshard.core.norms import norms_over_ranks
 from zeroshard.core.order import Kind
 from zeroshard.core.slices import Slice, joined, split_by_gradient
@@ -136,11 +137,10 @@ class ShardedOptimizer(Optimizer):
         if engine.gathered_count:
             raise RuntimeError("a step inside gathered(model) would be lost at its end: call step() after it")
         engine.finish_gradients()
-        engine.settle_gradients()
         engine.observers.on_step(engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
-            found_inf = self._find_overflow(slices)
+            found_inf = None if engine.loss_scale is None else self._find_overflow(slices, engine.loss_scale)
             is_written = False
             try:
                 with self._options_shared():
@@ -149,15 +149,13 @@ class ShardedOptimizer(Optimizer):
                 engine.end_step({each.flat: is_written for each in slices})
         return loss
 
-    def _find_overflow(self, slices: list[Slice]) -> torch.Tensor | None:
-        """Return 1 if a gradient has overflowed on any rank, else 0; None if there is no loss scale."""
+    def _find_overflow(self, slices: list[Slice], loss_scale: LossScale) -> torch.Tensor:
+        """Return 1 if a gradient has overflowed on any rank, else 0."""
         engine = self._engine
-        if engine.loss_scale is None:
-            return None
         gradients = engine.gradient_of
         is_scaled = any(gradients[each.flat].summand_factor is not None for each in slices)
         engine.order.record(Kind.OVERFLOW)
-        return engine.loss_scale.find_overflow([each.gradient(gradients) for each in slices], engine.axes, is_scaled)
+        return loss_scale.find_overflow([each.gradient(gradients) for each in slices], engine.axes, is_scaled)
 
     def _update(self, slices: list[Slice], found_inf: torch.Tensor | None) -> bool:
         """Update slices, unless a gradient has overflowed; return whether this rank's parameters are written, too."""
@@ -271,7 +269,6 @@ class ShardedOptimizer(Optimizer):
     def _gradient_slices(self) -> list[Slice]:
         """Return the slices that have a gradient, of which this rank's parts may be changed in place."""
         self._engine.finish_gradients()
-        self._engine.settle_gradients()
         return self._slices_with_gradient()
 
     # -- states -------------------------------------------------------------------------------------------------

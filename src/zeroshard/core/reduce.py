@@ -52,17 +52,13 @@ class Reducer:
             self._launch(_continue(gradient, partial, now, to), kept=partial)
         gradient.placements = to
 
-    def wait(self) -> None:
-        """Wait for all reductions."""
-        self._wait_for_room(0)
-
-    def _wait_for_room(self, most: int) -> None:
+    def wait(self, most: int = 0) -> None:
         """Wait until at most so many buckets are under way."""
         while len(self._pending) > most:
             self._queue.wait(self._pending.popleft())
 
     def _launch(self, steps: Steps, kept: object) -> None:
-        self._wait_for_room(self._bucket_count - 1)
+        self.wait(self._bucket_count - 1)
         self._pending.append(self._queue.start(steps, kept=kept))
 
     def _allocate(self, gradient: Gradient, to: Placements) -> torch.Tensor:
@@ -99,7 +95,7 @@ class Reducer:
             self._reduce_columns(gradient, summands, to)
             return
         if bucket is None:
-            self._wait_for_room(self._bucket_count - 1)  # before another bucket is allocated
+            self.wait(self._bucket_count - 1)  # before another bucket is allocated
             bucket = _pack(flat, summands)
         output = None  # where a reduce-scatter writes, if not into the bucket
         if is_first:
@@ -119,7 +115,7 @@ class Reducer:
         rows = gradient.reduced.view(-1, flat.layout.part_numel)
         for start in range(0, flat.layout.part_numel, width):
             columns = slice(start, min(start + width, flat.layout.part_numel))
-            self._wait_for_room(self._bucket_count - 1)
+            self.wait(self._bucket_count - 1)
             bucket = _pack_columns(flat, summands, columns)
             layout = Layout(flat.layout.axes, bucket.numel())
             target = rows[:, columns]
