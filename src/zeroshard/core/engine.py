@@ -470,9 +470,7 @@ class Engine:
     def collect_gradient(self, parameter: nn.Parameter) -> None:
         """Take over a gradient that the user has assigned, before it is read: a norm is that of all ranks."""
         flat, _ = self.place[id(parameter)]
-        with torch._C.DisableTorchFunctionSubclass():
-            is_assigned = not isinstance(parameter.grad, GradientHandle | None)
-        if is_assigned and flat.is_trainable and not is_in_backward():
+        if flat.is_trainable and not is_in_backward():
             self.gradient_of[flat].collect(is_exact=True)
 
     def settle_gradients(self) -> None:

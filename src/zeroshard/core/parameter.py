@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.core.handle import GradientHandle
+
 ATTRIBUTES = (
     "shape dtype device layout requires_grad is_leaf grad_fn grad _grad ndim itemsize nbytes is_cuda is_cpu is_meta "
     "is_sparse is_quantized is_nested output_nr _version _backward_hooks retains_grad grad_dtype"
@@ -51,10 +53,12 @@ class GuardedParameter(nn.Parameter):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, GuardedParameter):
                     leaf._zeroshard_core.use_outside(leaf)
-        elif func == GET_GRAD:
-            args[0]._zeroshard_core.collect_gradient(args[0])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            if func == GET_GRAD and not isinstance(found, GradientHandle | None):
+                args[0]._zeroshard_core.collect_gradient(args[0])
+                found = args[0].grad
+            return found
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GuardedParameter({self._zeroshard_core.name_of(self)!r}, shape={tuple(self.shape)})"
