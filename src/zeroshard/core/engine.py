@@ -407,7 +407,7 @@ class Engine:
     @torch.no_grad()
     def _start_reduce(self, unit: Unit, is_last: bool) -> None:
         """Start to reduce a unit's gradients, as far as the table says."""
-        self.order.record(Kind.REDUCE, unit)
+        self.order.record(Kind.REDUCE, unit, is_agreed=self._backward is not None)
         for gradient in unit.gradients:
             flat = gradient.flat
             if not (is_last or flat.reduces_every_backward):

@@ -90,8 +90,12 @@ class Order:
         """Begin another step with the next pass."""
         self._is_step_over = True
 
-    def record(self, kind: Kind, unit: Unit | None = None) -> None:
-        """Return when all ranks are known to do this next; raise if they do not."""
+    def record(self, kind: Kind, unit: Unit | None = None, is_agreed: bool = False) -> None:
+        """Return when all ranks are known to do this next; raise if they do not.
+
+        ``is_agreed``: all ranks do it in this pass, but each when it comes to it: so none waits for the others here,
+        where they may wait for it in a collective of the user's.
+        """
         if self._announced is not None:
             self._switch(self._announced)
         event = Event(kind, unit)
@@ -101,7 +105,8 @@ class Order:
         if position < len(self._expected) and self._expected[position] == event:
             self._position = position + 1
         else:
-            self._confirm(event)
+            if not is_agreed:
+                self._confirm(event)
             if event in self._expected[position:]:  # some were left out: go on from here
                 self._position = self._expected.index(event, position) + 1
         self._done.append(event)
