@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -12,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.core.checks.optimizers import is_known, replace_methods
 from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat
 from zeroshard.core.fused_adam import FusedAdam
@@ -19,13 +18,6 @@ from zeroshard.core.loss_scale import LossScale
 from zeroshard.core.norms import norms_over_ranks
 from zeroshard.core.order import Kind
 from zeroshard.core.slices import Slice, joined, split_by_gradient
-from zeroshard.optim.optimizer_copy import is_scheduler_step
-
-# They update each element from its own gradient and states, so they can update slices.
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-)
 
 
 class NoStates(dict[Any, Any]):
@@ -48,16 +40,13 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, engine: Engine, user: Optimizer) -> None:
-        if type(user) not in ELEMENTWISE:
-            raise NotImplementedError(
-                f"{type(user).__name__} is not known to update each element by itself: the new core does not support "
-                f"it yet. Known are {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}"
-            )
         shared = {name: value for name, value in vars(user).items() if not callable(value)}
         self.__dict__.update(shared)
         self._patch_step_function()
         self._engine = engine
         self._inner = _private_copy(user)
+        self._step_inner = type(user).step.__wrapped__  # type: ignore[attr-defined]  # without torch's global hooks
+        self._is_known = is_known(type(user))
         self._slices: list[Slice] = []
         self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
         self._fused = FusedAdam.of(self._inner, engine)
@@ -65,6 +54,7 @@ class ShardedOptimizer(Optimizer):
             self.load_state_dict(user.state_dict())
             user.state.clear()
         self._join_slices()
+        replace_methods(user)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: this rank has a part of the states."""
@@ -164,13 +154,15 @@ class ShardedOptimizer(Optimizer):
             return True
         if found_inf is not None and bool(found_inf):
             return False
-        batches = _batches(slices, self._engine) if _is_plain_step(self._inner) else [slices]
+        batches = _batches(slices, self._engine) if self._is_known else [slices]
         for batch in batches:
             for each in batch:
                 each.set_gradient(self._engine.gradient_of)
-            self._inner.step()
+            self._step_inner(self._inner)
             for each in batch:
                 each.values.grad = None
+                if not self._is_known:
+                    each.take_back()
         return False
 
     @contextmanager
@@ -318,17 +310,16 @@ class ShardedOptimizer(Optimizer):
 
 
 def _private_copy(user: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class and groups, whose parameters are still to come."""
-    names = inspect.signature(type(user).__init__).parameters
-    options = {name: value for name, value in user.defaults.items() if name in names}
-    groups = [{**group, "params": [torch.zeros((), device="cpu")]} for group in user.param_groups]
-    return type(user)(copy.copy(groups), **options)
-
-
-def _is_plain_step(inner: Optimizer) -> bool:
-    """Return whether a step may be several calls, each for some slices."""
-    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    return not hooks and ("step" not in vars(inner) or is_scheduler_step(inner))
+    """Return an optimizer of the same class, options and attributes, whose parameters are still to come."""
+    inner: Optimizer = object.__new__(type(user))
+    inner.__dict__.update(vars(user))
+    inner.__dict__.pop("step", None)  # of a scheduler
+    for name in vars(user):
+        if name.startswith("_optimizer_"):
+            setattr(inner, name, OrderedDict())  # hooks see the user's groups
+    inner.state = defaultdict(dict)
+    inner.param_groups = [{**group, "params": []} for group in user.param_groups]
+    return inner
 
 
 def _batches(slices: list[Slice], engine: Engine) -> list[list[Slice]]:

@@ -48,6 +48,12 @@ class Slice:
         exact = self.gradient(gradients).to(self.values.dtype)
         self.values.grad = exact if gradient.factor is None else exact.mul_(gradient.factor)
 
+    def take_back(self) -> None:
+        """Write what the private optimizer has put into another tensor to the master."""
+        master = self.flat.master[self.span_of(self.flat.state_span, self.indices)]
+        if self.values.data_ptr() != master.data_ptr():
+            self.values.data = master.copy_(self.values.data)
+
     def _has_elements(self, value: Any) -> bool:
         """Return whether a state has a value for each element."""
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.values.shape
