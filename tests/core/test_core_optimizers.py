@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import plain
 import pytest
 import torch
-from core_runs import api, assert_same, on_ranks
+import torch.distributed as dist
+from core_runs import api, assert_same, in_processes, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import at_stages
 from plain import batches, net_loss
@@ -18,6 +20,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from zoo import make_net
+
+import zeroshard
 
 NET = make_net()
 
@@ -259,3 +263,307 @@ def test_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"shape \(2,\) that is not in the model"):
         api.shard(model, torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     assert not api.is_sharded(model)
+
+
+# ------------------------------------------------------------------------------------------------ groups that change
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "removed": lambda optimizer: optimizer.param_groups.pop(),
+    "added": lambda optimizer: optimizer.param_groups.append({"params": [], "lr": 0.1}),
+    "reversed": lambda optimizer: optimizer.param_groups.reverse(),
+    "copied": lambda optimizer: setattr(optimizer, "param_groups", [dict(group) for group in optimizer.param_groups]),
+    "emptied": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_are_changed_behind_its_back_are_refused(change: str) -> None:
+    model, optimizer, _ = shard(plain.adamw_in_groups)
+    net_loss(model, batches(1)[0]).backward()
+    CHANGES[change](optimizer)
+    with pytest.raises(RuntimeError, match="had 2 groups, and groups or parameters were added, removed"):
+        optimizer.step()
+
+
+def test_groups_in_another_list_are_the_same_groups() -> None:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            optimizer.param_groups = [*optimizer.param_groups]
+            optimizer.param_groups[1]["lr"] *= 0.5
+            plain.take_step(optimizer, net_loss(model, batch))
+
+    assert_same(NET, loop, plain.adamw_in_groups)
+
+
+def head_and_blocks(model: Any) -> list[Any]:
+    return [torch.optim.SGD(model.head.parameters(), lr=0.1), torch.optim.Adam(model.blocks.parameters(), eps=1e-3)]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_groups_that_are_added(is_named: bool) -> None:
+    def make(model: Any) -> Any:
+        return torch.optim.Adam(model.blocks.named_parameters() if is_named else model.blocks.parameters(), eps=1e-3)
+
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for number, batch in enumerate(data):
+            net_loss(model, batch).backward()
+            optimizer.step()
+            model.zero_grad()
+            if number == 1:
+                added = model.head.named_parameters() if is_named else model.head.parameters()
+                optimizer.add_param_group({"params": added, "lr": 0.1})
+            elif number == 2:
+                added = ("temperature", model.temperature) if is_named else model.temperature
+                optimizer.add_param_group({"params": [added] if is_named else added})
+
+    assert_same(NET, loop, make, batches(5))
+
+
+def test_groups_of_wrong_parameters_are_refused() -> None:
+    model = copy.deepcopy(NET)
+    model.blocks[0].requires_grad_(False)
+    model, (one, two) = api.shard(model, head_and_blocks(model))
+    for optimizer in one, two:
+        with pytest.raises(ValueError, match=r"'head.weight' is already in a parameter group of optimizer 0"):
+            optimizer.add_param_group({"params": [model.head.weight]})
+        for wrong in nn.Parameter(torch.ones(2)), model.blocks[0].up.weight:
+            with pytest.raises(ValueError, match="takes trainable parameters of the sharded model only"):
+                optimizer.add_param_group({"params": wrong})
+        assert len(optimizer.param_groups) == 1
+    one.add_param_group({"params": model.temperature})
+    with pytest.raises(ValueError, match=r"'temperature' is already in a parameter group of optimizer 0"):
+        two.add_param_group({"params": model.temperature})
+
+
+# ------------------------------------------------------------------------------------------------ ranks that disagree
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: int) -> None:
+    for batch in batches(steps):
+        plain.take_step(optimizer, net_loss(model, batch.chunk(2)[rank]))
+
+
+def other_rates(rank: int, model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    train(model, optimizer, rank, 1)
+
+
+def other_rates_after_the_backward(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    optimizer.step()
+    train(model, optimizer, rank, 1)
+
+
+def other_betas(rank: int, model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[1]["betas"] = (0.9, 0.99 - 0.1 * rank)
+    train(model, optimizer, rank, 1)
+
+
+def clear_alone(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    if rank == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    train(model, optimizer, rank, 1)
+
+
+def clear_one_parameter_alone(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    if rank == 1:
+        model.blocks[1].up.weight.grad = None
+    optimizer.step()
+    train(model, optimizer, rank, 1)
+
+
+def zeros_alone(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    if rank == 1:
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    train(model, optimizer, rank, 1)
+
+
+def keep_alone(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    optimizer.step()
+    if rank == 1:
+        optimizer.zero_grad()
+    train(model, optimizer, rank, 1)
+
+
+def step_alone(rank: int, model: Any, optimizer: Any) -> None:
+    net_loss(model, batches(1)[0]).backward()
+    if rank == 1:
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 1)
+
+
+def add_alone(rank: int, model: Any, optimizer: Any) -> None:
+    if rank == 1:
+        optimizer.add_param_group({"params": model.temperature})
+    train(model, optimizer, rank, 1)
+
+
+def add_in_another_order(rank: int, model: Any, optimizer: Any) -> None:
+    for parameter in [model.temperature, model.head.bias][:: 1 - 2 * rank]:
+        optimizer.add_param_group({"params": parameter})
+    train(model, optimizer, rank, 1)
+
+
+DISAGREEMENTS = {
+    other_rates: r"hyper-parameters of the optimizer differ between ranks: rank \d has .*'lr': 0.[12]",
+    other_rates_after_the_backward: "hyper-parameters of the optimizer differ between ranks",
+    other_betas: "hyper-parameters of the optimizer differ between ranks",
+    clear_alone: "start step of optimizer 0 without 'embedding.weight' and others",
+    clear_one_parameter_alone: r"start step of optimizer 0 without 'blocks.1.up.weight' and others \(1,",
+    zeros_alone: "set gradients to zero of optimizer 0",
+    keep_alone: "some ranks have cleared gradients before the last backward",
+    step_alone: "start step of optimizer 0",
+    add_alone: "add a group of .'temperature'., of optimizer 0",
+    add_in_another_order: "add a group of .'head.bias'., of optimizer 0",
+}
+
+
+def without_some(model: Any) -> Any:
+    named = {name: p for name, p in model.named_parameters() if name not in ("temperature", "head.bias")}
+    groups = [[p for p in named.values() if p.dim() == 2], [p for p in named.values() if p.dim() != 2]]
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=0.01)
+
+
+def disagree(rank: int, habit: Any, stage: int) -> None:
+    model, optimizer, _ = shard(without_some, stage=stage, backwards=1)
+    train(model, optimizer, rank, 3)
+    with pytest.raises(RuntimeError, match=DISAGREEMENTS[habit]) as error:
+        habit(rank, model, optimizer)
+    assert isinstance(error.value, zeroshard.RanksDisagreeError)
+
+
+@at_stages(0, 1, 2, 3)
+@pytest.mark.parametrize("habit", DISAGREEMENTS, ids=lambda habit: habit.__name__)
+def test_ranks_that_disagree_are_told(habit: Any, stage: int) -> None:
+    in_processes(2, disagree, habit, stage)
+
+
+def groups_of_another_order(rank: int) -> None:
+    model = copy.deepcopy(NET)
+    optimizer = plain.adamw_in_groups(model)
+    groups = optimizer.param_groups[:: 1 - 2 * rank]
+    with pytest.raises(RuntimeError, match="has another model, optimizer or options"):
+        api.shard(model, torch.optim.AdamW(groups), timeout=20)
+
+
+def test_ranks_with_other_groups_are_told() -> None:
+    on_ranks(2, groups_of_another_order)
+
+
+def disagree_once(rank: int) -> None:
+    model, optimizer, _ = shard(plain.adamw, stage=1)
+    train(model, optimizer, rank, 1)
+    optimizer.param_groups[0]["lr"] = 0.1 * rank
+    net_loss(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match="hyper-parameters"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 2)
+
+
+def test_a_difference_is_reported_once() -> None:
+    on_ranks(2, disagree_once)
+
+
+# -------------------------------------------------------------------------------------------------- several optimizers
+
+
+class LateGather:
+    """An all-gather of gloo: it sends what is there when its turn comes, and writes all of the output."""
+
+    pending = threading.local()
+
+    def __init__(self, output: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+        self.output, self.part, self.group = output, part, group
+        self.is_first = not getattr(self.pending, "count", 0)
+        self.pending.count = getattr(self.pending, "count", 0) + 1
+        if self.is_first:
+            self.part = part.clone()
+
+    def wait(self, timeout: Any = None) -> None:
+        self.pending.count -= 1
+        found = torch.empty_like(self.output)
+        dist.all_gather_into_tensor(found, self.part.clone(), group=self.group)
+        self.output.copy_(found)
+
+
+@at_stages(1, 2)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_step_waits_for_the_refresh_of_another(precision: Any, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "zeroshard.core.axis._all_gather", lambda output, part, group, async_op: LateGather(output, part, group)
+    )
+
+    def make(model: Any) -> Any:
+        return two_optimizers_of_every_unit(model)
+
+    def loop(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            net_loss(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in reversed(optimizers):
+                optimizer.zero_grad()
+
+    assert_same(NET, loop, make, stages=(stage,), precision=precision)
+
+
+def two_optimizers_of_every_unit(model: Any) -> list[Any]:
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(vectors, lr=0.01, eps=1e-3)]
+
+
+def turns(model: Any, optimizers: Any, data: list[torch.Tensor]) -> None:
+    """Step and clear in every order, and not always all."""
+    for number, batch in enumerate(data):
+        net_loss(model, batch).backward()
+        one, two = optimizers[:: 1 if number % 2 else -1]
+        one.step()
+        if number % 3 == 0:
+            one.zero_grad()
+            two.step()
+        elif number % 3 == 1:
+            two.step()
+            one.step()
+        two.zero_grad()
+        if number % 3:
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [two_optimizers_of_every_unit, head_and_blocks])
+def test_two_optimizers_in_every_order(make: Any, precision: str | None) -> None:
+    assert_same(NET, turns, make, batches(7), precision=precision, identical=False)
+
+
+def step_in_turn(rank: int, stage: int, what: str) -> None:
+    model, optimizers, _ = shard(two_optimizers_of_every_unit, stage=stage)
+    for _ in range(2):
+        net_loss(model, batches(1)[0]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = "of optimizer" if what == "step" else "some ranks have cleared"
+    with pytest.raises(zeroshard.RanksDisagreeError, match=wanted):
+        net_loss(model, batches(1)[0]).backward()
+        if what == "step":
+            optimizers[rank].step()
+        optimizers[rank].zero_grad()
+        net_loss(model, batches(1)[0]).backward()
+        optimizers[0].step()
+
+
+@at_stages(0, 1, 3)
+@pytest.mark.parametrize("what", ["step", "zero"])
+def test_ranks_that_step_or_clear_different_optimizers_are_told(what: str, stage: int) -> None:
+    in_processes(2, step_in_turn, stage, what)

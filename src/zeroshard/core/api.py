@@ -58,13 +58,15 @@ def shard(
     config = Config(**options)
     _check_options(config)
     _check_model(model)
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] * (optimizer is not None)
+    optimizers: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] * (optimizer is not None)
+    )
     if optimizers == [] and optimizer is not None:
         raise ValueError("the list of optimizers is empty: pass None for a model without an optimizer")
     check_optimizers(model, optimizers, config.elementwise)
     device = _device_of(model, mesh)
     checker = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
-    _check_ranks(model, config, checker)
+    _check_ranks(model, optimizers, config, checker)
     own_axes = _axes_of_mesh(mesh, checker, device)
     others = {prefix: _axes_of_mesh(submesh, checker, device) for prefix, submesh in (axes or {}).items()}
     context = Context(own_axes, config, device, checker, Pool(device, config.defragment), default_observers())
@@ -161,16 +163,23 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model has no parameters")
 
 
-def _check_ranks(model: nn.Module, config: Config, checker: ConsistencyChecker) -> None:
-    """Raise on all ranks if their models or options differ."""
+def _check_ranks(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], config: Config, checker: ConsistencyChecker
+) -> None:
+    """Raise on all ranks if their models, optimizers or options differ."""
     described = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
     ]
-    own = repr((config, described))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [
+        (type(each).__name__, [[names[id(parameter)] for parameter in group["params"]] for group in each.param_groups])
+        for each in optimizers
+    ]
+    own = repr((config, described, groups))
     first = checker.broadcast_text("model", own)
     differs = first is not None and own != first
-    errors = checker.gather_text("difference", "has another model, or other options, than rank 0" if differs else "")
+    errors = checker.gather_text("difference", "has another model, optimizer or options than rank 0" if differs else "")
     if errors:
         raise RanksDisagreeError("; ".join(f"rank {rank} {text}" for rank, text in errors.items()))
 

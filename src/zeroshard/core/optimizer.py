@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.core.checks.optimizers import is_known, replace_methods
+from zeroshard.core.checks.optimizers import check_groups, is_known, names_to_add, replace_methods, without_gradient
+from zeroshard.core.checks.ranks import Groups, check_answers
 from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat
 from zeroshard.core.fused_adam import FusedAdam
@@ -40,6 +41,9 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, engine: Engine, user: Optimizer) -> None:
+        self._groups: Groups = [(group, list(map(id, group["params"]))) for group in user.param_groups]
+        self._label = f"of optimizer {len(engine.groups)}"
+        engine.groups.append(self._groups)
         shared = {name: value for name, value in vars(user).items() if not callable(value)}
         self.__dict__.update(shared)
         self._patch_step_function()
@@ -71,13 +75,7 @@ class ShardedOptimizer(Optimizer):
         """Return one slice for each parameter of a group."""
         found = []
         for parameter in self.param_groups[number]["params"]:
-            place = self._engine.place.get(id(parameter))
-            if place is None:
-                raise ValueError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
-                    "the model: make the optimizer from model.parameters() before shard()"
-                )
-            flat, index = place
+            flat, index = self._engine.place[id(parameter)]
             if flat.is_trainable:
                 found.append(Slice(number, flat, range(index, index + 1)))
         return found
@@ -93,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         slices = split_by_gradient(self._slices, gradients, self._inner.state)
         if len(slices) > len(self._slices):
             self._set_slices(slices)
-        return [each for each in slices if each.has_grad(gradients)]
+        return [each for each in slices if gradients[each.flat].has_grad[each.indices[0]]]
 
     def _join_slices(self) -> None:
         self._set_slices(joined(self._slices, self._engine.flats, self._inner.state))
@@ -105,14 +103,15 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model."""
-        super().add_param_group(param_group)
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        names = names_to_add(params, self._engine)
+        self._engine.order.record(Kind.ADD, f"of {names}, {self._label}")
+        super().add_param_group({**param_group, "params": params})
         group = self.param_groups[-1]
-        number = len(self.param_groups) - 1
-        if number < len(self._inner.param_groups):  # torch's own constructor, or a copy of it, calls this
-            return
-        added = self._new_slices(number)
-        self._inner.add_param_group({**group, "params": [torch.zeros((), device="cpu")]})
-        self._set_slices(self._slices + added)
+        self._groups.append((group, list(map(id, group["params"]))))
+        self._inner.param_groups.append({**group, "params": []})
+        self._set_slices(self._slices + self._new_slices(len(self.param_groups) - 1))
         self._join_slices()
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -128,8 +127,16 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError("a step inside gathered(model) would be lost at its end: call step() after it")
         engine.finish_gradients()
         engine.observers.on_step(engine)
+        check_groups(self._groups, self.param_groups)
+        if engine.answers:
+            check_answers(engine.answers, engine.groups, engine.context.checker.rank)
         with torch.no_grad():
             slices = self._slices_with_gradient()
+            is_all = len(slices) == len(self._slices)
+            engine.order.record(Kind.STEP, self._label + ("" if is_all else without_gradient(self._slices, slices)))
+            for unit in engine.units:
+                if unit.refresh is not None:  # of another optimizer's step
+                    unit.finish_refresh()
             found_inf = None if engine.loss_scale is None else self._find_overflow(slices, engine.loss_scale)
             is_written = False
             try:
@@ -188,6 +195,7 @@ class ShardedOptimizer(Optimizer):
                 for gradient in self._engine.gradients:
                     gradient.collect()
             else:
+                self._engine.order.record(Kind.ZERO, self._label)
                 super().zero_grad(set_to_none=False)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

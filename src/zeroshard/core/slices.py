@@ -30,10 +30,6 @@ class Slice:
         """Return where some of its parameters are in a buffer with the elements ``span`` of the flat."""
         return slice(self.flat.part(span, indices[0]).start, self.flat.part(span, indices[-1]).stop)
 
-    def has_grad(self, gradients: Mapping[Flat, Gradient]) -> bool:
-        """Return whether its parameters have a gradient, of which all have one or none."""
-        return gradients[self.flat].has_grad[self.indices[0]]
-
     def gradient(self, gradients: Mapping[Flat, Gradient]) -> torch.Tensor:
         """Return its reduced gradient, which is placed like the states."""
         reduced = gradients[self.flat].reduced
