@@ -567,3 +567,50 @@ def step_in_turn(rank: int, stage: int, what: str) -> None:
 @pytest.mark.parametrize("what", ["step", "zero"])
 def test_ranks_that_step_or_clear_different_optimizers_are_told(what: str, stage: int) -> None:
     in_processes(2, step_in_turn, stage, what)
+
+
+@at_stages(0, 1)
+def test_gradients_of_two_optimizers_are_reduced_in_the_backward(stage: int) -> None:
+    def body(rank: int) -> list[bool]:
+        model, optimizers, _ = shard(two_optimizers_of_every_unit, stage=stage)
+        found = []
+        for batch in batches(4):
+            net_loss(model, batch).backward()
+            found.append(any(gradient.is_pending for gradient in model._zeroshard_core.gradients))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert on_ranks(2, body) == [[True, True, False, False]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- states
+
+
+def clear_states(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+    for number, batch in enumerate(data):
+        if number == 2:
+            optimizer.state.clear()
+        plain.take_step(optimizer, net_loss(model, batch))
+
+
+def test_states_that_are_cleared_begin_again() -> None:
+    assert_same(NET, clear_states, plain.adamw, batches(4))
+
+
+ACCESSES: dict[str, Callable[[Any, Any], object]] = {
+    "get": lambda state, parameter: state.get(parameter, {}),
+    "in": lambda state, parameter: parameter in state,
+    "read": lambda state, parameter: state[parameter],
+    "pop": lambda state, parameter: state.pop(parameter, None),
+    "set": lambda state, parameter: state.__setitem__(parameter, {}),
+}
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_states_are_not_read_by_parameter(access: str) -> None:
+    model, optimizer, _ = shard(plain.adamw)
+    plain.take_step(optimizer, net_loss(model, batches(1)[0]))
+    with pytest.raises(RuntimeError, match="has no states of whole parameters"):
+        ACCESSES[access](optimizer.state, model.temperature)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroshard.core.axis import all_reduce
 from zeroshard.core.buffers import BufferBroadcaster
-from zeroshard.core.checks.ranks import Answer, Groups, digest, read_later, sent_to
+from zeroshard.core.checks.steps import Groups, digest
 from zeroshard.core.context import Context
 from zeroshard.core.flat import Flat
 from zeroshard.core.gradient import Gradient
@@ -30,6 +30,7 @@ from zeroshard.core.outputs import Attributes, tensors_with_graph
 from zeroshard.core.passes import BackwardPass, Call, ForwardPass
 from zeroshard.core.reduce import Reducer
 from zeroshard.core.unit import Unit, UnitState
+from zeroshard.memory.streams import record_blocking_event
 from zeroshard.utils.tree import tensors_in
 
 
@@ -96,7 +97,7 @@ class Engine:
         self._launched: list[tuple[Gradient, list[bool]]] = []  # with which parameters have a summand
         self._sent = b""  # in the last agreement on presence
         self._flags = torch.empty(0, dtype=torch.uint8, device=self.device)  # the same
-        self.answers: deque[Answer] = deque()  # whether ranks agree, not looked at yet
+        self.answers: deque[tuple[torch.Tensor, torch.Event | None]] = deque()  # whether ranks agree, and from when on
         self.groups: list[Groups] = []  # of each optimizer
         engine = weakref.ref(self)  # a parameter owns its hooks, and the garbage collector does not see that
 
@@ -446,9 +447,11 @@ class Engine:
             sent = bytes(is_present) + digest(self.groups, [gradient.has_grad for gradient, _ in own])
             if sent != self._sent:
                 self._sent = sent
-                self._flags = sent_to(self.device, sent)
+                self._flags = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(self.device, non_blocking=True)
             found = all_reduce(self._flags.clone(), self.axes, dist.ReduceOp.MAX)
-            self.answers.append(read_later(found[len(is_present) :]))
+            answer = found[len(is_present) :].to("cpu", non_blocking=True)
+            is_later = self.device.type == "cuda"
+            self.answers.append((answer, record_blocking_event(torch.cuda.current_stream()) if is_later else None))
             if not all(is_present):
                 is_present = [bool(flag) for flag in found[: len(is_present)].tolist()]
         pairs = []

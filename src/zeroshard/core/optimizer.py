@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.core.checks.optimizers import check_groups, is_known, names_to_add, replace_methods, without_gradient
-from zeroshard.core.checks.ranks import Groups, check_answers
+from zeroshard.core.checks.optimizers import is_known, names_to_add, replace_methods
+from zeroshard.core.checks.steps import Groups, check_step, without_gradient
 from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat
 from zeroshard.core.fused_adam import FusedAdam
@@ -22,16 +22,18 @@ from zeroshard.core.slices import Slice, joined, split_by_gradient
 
 
 class NoStates(dict[Any, Any]):
-    """What ``optimizer.state`` is: empty, and not to be asked by parameter."""
+    """What ``optimizer.state`` is: empty, and not to be asked by parameter. Clearing it drops all states."""
 
-    def __missing__(self, parameter: Any) -> NoReturn:
+    def __init__(self, states: dict[Any, Any]) -> None:
+        self.clear = states.clear  # type: ignore[method-assign]
+
+    def __missing__(self, parameter: Any, *_: Any) -> NoReturn:
         raise RuntimeError(
             "optimizer.state has no states of whole parameters, since each rank has a part of them: read them with "
             "optimizer.state_dict(), and change them with optimizer.load_state_dict()"
         )
 
-    def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
-        self.__missing__(parameter)
+    __setitem__ = __delitem__ = __contains__ = get = pop = setdefault = __missing__
 
 
 class ShardedOptimizer(Optimizer):
@@ -52,7 +54,7 @@ class ShardedOptimizer(Optimizer):
         self._step_inner = type(user).step.__wrapped__  # type: ignore[attr-defined]  # without torch's global hooks
         self._is_known = is_known(type(user))
         self._slices: list[Slice] = []
-        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        self._set_slices(self._new_slices())
         self._fused = FusedAdam.of(self._inner, engine)
         if user.state:
             self.load_state_dict(user.state_dict())
@@ -67,17 +69,17 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> NoStates:  # type: ignore[override]
         """Nothing: see :meth:`state_dict`."""
-        return NoStates()
+        return NoStates(self._inner.state)
 
     # -- slices -------------------------------------------------------------------------------------------------
 
-    def _new_slices(self, number: int) -> list[Slice]:
-        """Return one slice for each parameter of a group."""
+    def _new_slices(self, first: int = 0) -> list[Slice]:
+        """Return one slice for each parameter of the groups from this one on."""
         found = []
-        for parameter in self.param_groups[number]["params"]:
-            flat, index = self._engine.place[id(parameter)]
-            if flat.is_trainable:
-                found.append(Slice(number, flat, range(index, index + 1)))
+        for number, group in list(enumerate(self.param_groups))[first:]:
+            for flat, index in map(self._engine.place.__getitem__, map(id, group["params"])):
+                if flat.is_trainable:
+                    found.append(Slice(number, flat, range(index, index + 1)))
         return found
 
     def _set_slices(self, slices: list[Slice]) -> None:
@@ -127,9 +129,7 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError("a step inside gathered(model) would be lost at its end: call step() after it")
         engine.finish_gradients()
         engine.observers.on_step(engine)
-        check_groups(self._groups, self.param_groups)
-        if engine.answers:
-            check_answers(engine.answers, engine.groups, engine.context.checker.rank)
+        check_step(self._groups, self.param_groups, engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
             is_all = len(slices) == len(self._slices)
@@ -298,7 +298,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of whole parameters, as :meth:`state_dict` returns them or a plain optimizer does."""
-        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        self._set_slices(self._new_slices())
         numbers = {place: number for number, place in enumerate(self._places())}
         kept: dict[int, dict[str, Any]] = {}
         groups = []

@@ -1,17 +1,15 @@
-"""What users might do wrong with optimizers: in shard(), and before each step."""
+"""What users might do wrong with optimizers, in shard() and with their groups."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
-from zlib import crc32
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.core.checks.ranks import Groups
 from zeroshard.optim.optimizer_copy import is_scheduler_step
 from zeroshard.optim.routing import check_empty_groups
 
@@ -92,16 +90,6 @@ def replace_methods(given: Optimizer) -> None:
             setattr(given, name, refuse)
 
 
-def check_groups(known: Groups, groups: list[dict[str, Any]]) -> None:
-    """Raise if groups are others than shard() and add_param_group() have seen."""
-    if [(id(group), list(map(id, group["params"]))) for group in groups] != [(id(group), ids) for group, ids in known]:
-        raise RuntimeError(
-            f"optimizer.param_groups had {len(known)} groups, and groups or parameters were added, removed, reordered "
-            "or replaced, which has no effect: change groups in place (optimizer.param_groups[0]['lr'] = …), and call "
-            "optimizer.add_param_group() to train more parameters"
-        )
-
-
 def names_to_add(parameters: list[Any], engine: Any) -> list[str]:
     """Return the names of parameters for a new group; raise if they cannot be in one."""
     found = []
@@ -115,10 +103,3 @@ def names_to_add(parameters: list[Any], engine: Any) -> list[str]:
                 raise ValueError(f"{flat.names[index]!r} is already in a parameter group of optimizer {number}")
         found.append(flat.names[index])
     return found
-
-
-def without_gradient(slices: list[Any], stepped: list[Any]) -> str:
-    """Return which parameters a step leaves out, in words that are the same on all ranks."""
-    left = set(slices).difference(stepped)
-    names = [each.flat.names[index] for each in slices if each in left for index in each.indices]
-    return f" without {names[0]!r} and others ({len(names)}, {crc32(repr(names).encode()):x})"
