@@ -30,7 +30,7 @@ def shard(optimizer_of: Callable[[Any], Any], **options: Any) -> tuple[Any, Any,
     """Return a sharded model, its optimizer, and the one that shard() was given."""
     model = copy.deepcopy(NET)
     given = optimizer_of(model)
-    model, optimizer = api.shard(model, given, timeout=20, **options)
+    model, optimizer = api.shard(model, given, timeout=60, **options)
     return model, optimizer, given
 
 
@@ -417,8 +417,8 @@ DISAGREEMENTS = {
     other_rates: r"hyper-parameters of the optimizer differ between ranks: rank \d has .*'lr': 0.[12]",
     other_rates_after_the_backward: "hyper-parameters of the optimizer differ between ranks",
     other_betas: "hyper-parameters of the optimizer differ between ranks",
-    clear_alone: "start step of optimizer 0 without 'embedding.weight' and others",
-    clear_one_parameter_alone: r"start step of optimizer 0 without 'blocks.1.up.weight' and others \(1,",
+    clear_alone: "start step of optimizer 0 without gradients of '",
+    clear_one_parameter_alone: r"start step of optimizer 0 without gradients of '.* and others \(\d+,",
     zeros_alone: "set gradients to zero of optimizer 0",
     keep_alone: "some ranks have cleared gradients before the last backward",
     step_alone: "start step of optimizer 0",
@@ -444,7 +444,7 @@ def disagree(rank: int, habit: Any, stage: int) -> None:
 @at_stages(0, 1, 2, 3)
 @pytest.mark.parametrize("habit", DISAGREEMENTS, ids=lambda habit: habit.__name__)
 def test_ranks_that_disagree_are_told(habit: Any, stage: int) -> None:
-    in_processes(2, disagree, habit, stage)
+    in_processes(2, disagree, habit, stage, fresh=True)
 
 
 def groups_of_another_order(rank: int) -> None:
@@ -566,7 +566,7 @@ def step_in_turn(rank: int, stage: int, what: str) -> None:
 @at_stages(0, 1, 3)
 @pytest.mark.parametrize("what", ["step", "zero"])
 def test_ranks_that_step_or_clear_different_optimizers_are_told(what: str, stage: int) -> None:
-    in_processes(2, step_in_turn, stage, what)
+    in_processes(2, step_in_turn, stage, what, fresh=True)
 
 
 @at_stages(0, 1)

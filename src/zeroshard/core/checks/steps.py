@@ -74,4 +74,4 @@ def check_step(known: Groups, groups: list[dict[str, Any]], engine: Any) -> None
 def without_gradient(slices: list[Any], stepped: list[Any]) -> str:
     """Return which parameters a step leaves out, in words that are the same on all ranks."""
     names = [each.flat.names[index] for each in slices if each not in stepped for index in each.indices]
-    return f" without {names[0]!r} and others ({len(names)}, {crc32(repr(names).encode()):x})"
+    return f" without gradients of {names[0]!r} and others ({len(names)}, {crc32(repr(names).encode()):x})"
