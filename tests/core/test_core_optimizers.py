@@ -254,6 +254,10 @@ def test_other_classes_are_refused_before_anything_changes(kind: Any, error: Any
 
 def test_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     model = copy.deepcopy(NET)
+    holder = Lion(model.parameters())
+    holder.first = model.temperature  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"Lion cannot run on shards: its attribute 'first' holds parameters"):
+        api.shard(model, holder, elementwise=True)
     with pytest.raises(ValueError, match=r"'temperature' is in optimizer 0 \(SGD\) and in optimizer 1 \(AdamW\)"):
         api.shard(model, [plain.sgd(model), plain.adamw(model)])
     with pytest.raises(ValueError, match="the list of optimizers is empty"):

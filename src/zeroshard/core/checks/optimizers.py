@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.optim.optimizer_copy import is_scheduler_step
+from zeroshard.optim.optimizer_copy import OptimizerRefusedError, check_holds_no_parameters, is_scheduler_step
 from zeroshard.optim.routing import check_empty_groups
 
 # They update each element from its own gradient and states, so they can update slices.
@@ -32,6 +32,11 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Any], elementwise: b
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizer is a torch.optim.Optimizer, a list of them or None, got {kind}")
         _check_class(type(each), elementwise)
+        if not is_known(type(each)):
+            try:
+                check_holds_no_parameters(each)
+            except OptimizerRefusedError as why:
+                raise ValueError(f"{kind} cannot run on shards: {why}") from None
         if "step" in vars(each) and not is_scheduler_step(each):
             raise ValueError(
                 f"step() of this {kind} was replaced by another function, which would get one rank's slices: put what "
