@@ -21,6 +21,7 @@ from zeroshard.core import values
 from zeroshard.core.axis import Axis
 from zeroshard.core.build import Builder, axes_by_prefix
 from zeroshard.core.checks import default_observers
+from zeroshard.core.checks.optimizers import check_optimizers
 from zeroshard.core.context import Context
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
@@ -28,7 +29,7 @@ from zeroshard.memory.pool import Pool
 
 SUPPORTED_OPTIONS = frozenset(
     "stage partition precision keep_fp32 cast_inputs units bucket_size ring backwards prefetch broadcast_buffers "
-    "defragment timeout heartbeat_timeout loss_scale".split()
+    "defragment timeout heartbeat_timeout loss_scale elementwise".split()
 )
 SUPPORTED_PRECISIONS = (None, "fp32", "bf16", "fp16")
 
@@ -57,19 +58,24 @@ def shard(
     config = Config(**options)
     _check_options(config)
     _check_model(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    optimizers: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] * (optimizer is not None)
+    )
+    if optimizers == [] and optimizer is not None:
+        raise ValueError("the list of optimizers is empty: pass None for a model without an optimizer")
+    check_optimizers(model, optimizers, config.elementwise)
     device = _device_of(model, mesh)
     checker = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
-    _check_ranks(model, config, checker)
+    _check_ranks(model, optimizers, config, checker)
     own_axes = _axes_of_mesh(mesh, checker, device)
     others = {prefix: _axes_of_mesh(submesh, checker, device) for prefix, submesh in (axes or {}).items()}
     context = Context(own_axes, config, device, checker, Pool(device, config.defragment), default_observers())
     engine = Builder(model, context, axes_by_prefix(own_axes, others)).build()
     model.__dict__["_zeroshard_core"] = engine
     found = [ShardedOptimizer(engine, each) for each in optimizers]
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return model, found[0] if found else None
-    return model, tuple(found) if isinstance(optimizer, tuple) else found
+    if isinstance(optimizer, (list, tuple)):
+        return model, tuple(found) if isinstance(optimizer, tuple) else found
+    return model, found[0] if found else None
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -145,7 +151,7 @@ def _check_options(config: Config) -> None:
 def _check_model(model: nn.Module) -> None:
     """Raise for models that cannot be sharded."""
     if is_sharded(model):
-        raise ValueError("the model is sharded already")
+        raise ValueError("the model is sharded already: pass all optimizers of a model to one call of shard()")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("hooks do not run in a scripted or traced module: shard the model before it is scripted")
     for name, parameter in model.named_parameters():
@@ -157,16 +163,23 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model has no parameters")
 
 
-def _check_ranks(model: nn.Module, config: Config, checker: ConsistencyChecker) -> None:
-    """Raise on all ranks if their models or options differ."""
+def _check_ranks(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], config: Config, checker: ConsistencyChecker
+) -> None:
+    """Raise on all ranks if their models, optimizers or options differ."""
     described = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
     ]
-    own = repr((config, described))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [
+        (type(each).__name__, [[names[id(parameter)] for parameter in group["params"]] for group in each.param_groups])
+        for each in optimizers
+    ]
+    own = repr((config, described, groups))
     first = checker.broadcast_text("model", own)
     differs = first is not None and own != first
-    errors = checker.gather_text("difference", "has another model, or other options, than rank 0" if differs else "")
+    errors = checker.gather_text("difference", "has another model, optimizer or options than rank 0" if differs else "")
     if errors:
         raise RanksDisagreeError("; ".join(f"rank {rank} {text}" for rank, text in errors.items()))
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from zeroshard.core.axis import all_reduce
 from zeroshard.core.buffers import BufferBroadcaster
+from zeroshard.core.checks.steps import Groups, digest
 from zeroshard.core.context import Context
 from zeroshard.core.flat import Flat
 from zeroshard.core.gradient import Gradient
@@ -29,6 +30,7 @@ from zeroshard.core.outputs import Attributes, tensors_with_graph
 from zeroshard.core.passes import BackwardPass, Call, ForwardPass
 from zeroshard.core.reduce import Reducer
 from zeroshard.core.unit import Unit, UnitState
+from zeroshard.memory.streams import record_blocking_event
 from zeroshard.utils.tree import tensors_in
 
 
@@ -93,7 +95,10 @@ class Engine:
         self._arrived: set[int] = set()  # of which one has arrived in this backward
         self._has_late = False  # a gradient has arrived after its unit was done
         self._launched: list[tuple[Gradient, list[bool]]] = []  # with which parameters have a summand
-        self._all_present: dict[tuple[Gradient, ...], torch.Tensor] = {}
+        self._sent = b""  # in the last agreement on presence
+        self._flags = torch.empty(0, dtype=torch.uint8, device=self.device)  # the same
+        self.answers: deque[tuple[torch.Tensor, torch.Event | None]] = deque()  # whether ranks agree, and from when on
+        self.groups: list[Groups] = []  # of each optimizer
         engine = weakref.ref(self)  # a parameter owns its hooks, and the garbage collector does not see that
 
         def on_accumulated(number: int, parameter: torch.Tensor) -> None:
@@ -432,30 +437,30 @@ class Engine:
         self._launched = []
 
     def _agree_on_presence(self, own: list[tuple[Gradient, list[bool]]]) -> list[tuple[Gradient, list[bool]]]:
-        """Return which parameters have a summand on any rank, given those of this one: a collective."""
+        """Return which parameters have a summand on any rank, given those of this one: a collective.
+
+        A rank that has all of them does not wait for the result. A digest of what has to be equal travels with it.
+        """
         is_present = [flag for _, flags in own for flag in flags]
         if any(axis.size > 1 for axis in self.axes):
             self.order.record(Kind.FLAGS)
-            is_present = self._present_anywhere(own, is_present)
-        found = []
+            sent = bytes(is_present) + digest(self.groups, [gradient.has_grad for gradient, _ in own])
+            if sent != self._sent:
+                self._sent = sent
+                self._flags = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(self.device, non_blocking=True)
+            found = all_reduce(self._flags.clone(), self.axes, dist.ReduceOp.MAX)
+            answer = found[len(is_present) :].to("cpu", non_blocking=True)
+            is_later = self.device.type == "cuda"
+            self.answers.append((answer, record_blocking_event(torch.cuda.current_stream()) if is_later else None))
+            if not all(is_present):
+                is_present = [bool(flag) for flag in found[: len(is_present)].tolist()]
+        pairs = []
         end = 0
         for gradient, flags in own:
             start = end
             end += len(flags)
-            found.append((gradient, is_present[start:end]))
-        return found
-
-    def _present_anywhere(self, launched: list[tuple[Gradient, list[bool]]], present: list[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any rank. A rank that has all of them does not read the result."""
-        if not all(present):
-            found = torch.tensor(present, dtype=torch.uint8, device=self.device)
-            values: list[int] = all_reduce(found, self.axes, dist.ReduceOp.MAX).tolist()
-            return [bool(value) for value in values]
-        key = tuple(gradient for gradient, _ in launched)
-        if key not in self._all_present:
-            self._all_present[key] = torch.ones(len(present), dtype=torch.uint8, device=self.device)
-        all_reduce(self._all_present[key], self.axes, dist.ReduceOp.MAX)
-        return present
+            pairs.append((gradient, is_present[start:end]))
+        return pairs
 
     def finish_gradients(self) -> None:
         """Reduce what is pending: after no_sync(), accumulation without a known end, or an assignment."""
@@ -504,9 +509,6 @@ class Engine:
             unit.users -= 1
         self._held.clear()
         self.reshard_all()
-        self.order.begin(Kind.STEP)
-        if any(gradient.flat.values is not gradient.flat.master for gradient in self.gradients):
-            self.order.record(Kind.REFRESH)
         for unit in self.units:
             unit.start_refresh(stepped)
         self.order.end_step()

@@ -30,7 +30,9 @@ class LastBackward:
         return bool(self._expected) and self._count >= (self._expected or 0)
 
     def end_step(self) -> None:
-        """Begin another step."""
+        """Begin another step, unless this one only steps another optimizer."""
+        if not self._count:
+            return
         if self._known is None:
             self._expected = self._count if self._count == self._last_count else None
         self._last_count = self._count

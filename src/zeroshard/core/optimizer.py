@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -12,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.core.checks.optimizers import is_known, names_to_add, replace_methods
+from zeroshard.core.checks.steps import Groups, check_step, without_gradient
 from zeroshard.core.engine import Engine
 from zeroshard.core.flat import Flat
 from zeroshard.core.fused_adam import FusedAdam
@@ -19,26 +19,21 @@ from zeroshard.core.loss_scale import LossScale
 from zeroshard.core.norms import norms_over_ranks
 from zeroshard.core.order import Kind
 from zeroshard.core.slices import Slice, joined, split_by_gradient
-from zeroshard.optim.optimizer_copy import is_scheduler_step
-
-# They update each element from its own gradient and states, so they can update slices.
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-)
 
 
 class NoStates(dict[Any, Any]):
-    """What ``optimizer.state`` is: empty, and not to be asked by parameter."""
+    """What ``optimizer.state`` is: empty, and not to be asked by parameter. Clearing it drops all states."""
 
-    def __missing__(self, parameter: Any) -> NoReturn:
+    def __init__(self, states: dict[Any, Any]) -> None:
+        self.clear = states.clear  # type: ignore[method-assign]
+
+    def __missing__(self, parameter: Any, *_: Any) -> NoReturn:
         raise RuntimeError(
             "optimizer.state has no states of whole parameters, since each rank has a part of them: read them with "
             "optimizer.state_dict(), and change them with optimizer.load_state_dict()"
         )
 
-    def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
-        self.__missing__(parameter)
+    __setitem__ = __delitem__ = __contains__ = get = pop = setdefault = __missing__
 
 
 class ShardedOptimizer(Optimizer):
@@ -48,23 +43,24 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, engine: Engine, user: Optimizer) -> None:
-        if type(user) not in ELEMENTWISE:
-            raise NotImplementedError(
-                f"{type(user).__name__} is not known to update each element by itself: the new core does not support "
-                f"it yet. Known are {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}"
-            )
+        self._groups: Groups = [(group, list(map(id, group["params"]))) for group in user.param_groups]
+        self._label = f"of optimizer {len(engine.groups)}"
+        engine.groups.append(self._groups)
         shared = {name: value for name, value in vars(user).items() if not callable(value)}
         self.__dict__.update(shared)
         self._patch_step_function()
         self._engine = engine
         self._inner = _private_copy(user)
+        self._step_inner = type(user).step.__wrapped__  # type: ignore[attr-defined]  # without torch's global hooks
+        self._is_known = is_known(type(user))
         self._slices: list[Slice] = []
-        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        self._set_slices(self._new_slices())
         self._fused = FusedAdam.of(self._inner, engine)
         if user.state:
             self.load_state_dict(user.state_dict())
             user.state.clear()
         self._join_slices()
+        replace_methods(user)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: this rank has a part of the states."""
@@ -73,23 +69,17 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> NoStates:  # type: ignore[override]
         """Nothing: see :meth:`state_dict`."""
-        return NoStates()
+        return NoStates(self._inner.state)
 
     # -- slices -------------------------------------------------------------------------------------------------
 
-    def _new_slices(self, number: int) -> list[Slice]:
-        """Return one slice for each parameter of a group."""
+    def _new_slices(self, first: int = 0) -> list[Slice]:
+        """Return one slice for each parameter of the groups from this one on."""
         found = []
-        for parameter in self.param_groups[number]["params"]:
-            place = self._engine.place.get(id(parameter))
-            if place is None:
-                raise ValueError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
-                    "the model: make the optimizer from model.parameters() before shard()"
-                )
-            flat, index = place
-            if flat.is_trainable:
-                found.append(Slice(number, flat, range(index, index + 1)))
+        for number, group in list(enumerate(self.param_groups))[first:]:
+            for flat, index in map(self._engine.place.__getitem__, map(id, group["params"])):
+                if flat.is_trainable:
+                    found.append(Slice(number, flat, range(index, index + 1)))
         return found
 
     def _set_slices(self, slices: list[Slice]) -> None:
@@ -103,7 +93,7 @@ class ShardedOptimizer(Optimizer):
         slices = split_by_gradient(self._slices, gradients, self._inner.state)
         if len(slices) > len(self._slices):
             self._set_slices(slices)
-        return [each for each in slices if each.has_grad(gradients)]
+        return [each for each in slices if gradients[each.flat].has_grad[each.indices[0]]]
 
     def _join_slices(self) -> None:
         self._set_slices(joined(self._slices, self._engine.flats, self._inner.state))
@@ -115,14 +105,15 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model."""
-        super().add_param_group(param_group)
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        names = names_to_add(params, self._engine)
+        self._engine.order.record(Kind.ADD, f"of {names}, {self._label}")
+        super().add_param_group({**param_group, "params": params})
         group = self.param_groups[-1]
-        number = len(self.param_groups) - 1
-        if number < len(self._inner.param_groups):  # torch's own constructor, or a copy of it, calls this
-            return
-        added = self._new_slices(number)
-        self._inner.add_param_group({**group, "params": [torch.zeros((), device="cpu")]})
-        self._set_slices(self._slices + added)
+        self._groups.append((group, list(map(id, group["params"]))))
+        self._inner.param_groups.append({**group, "params": []})
+        self._set_slices(self._slices + self._new_slices(len(self.param_groups) - 1))
         self._join_slices()
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -138,8 +129,14 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError("a step inside gathered(model) would be lost at its end: call step() after it")
         engine.finish_gradients()
         engine.observers.on_step(engine)
+        check_step(self._groups, self.param_groups, engine)
         with torch.no_grad():
             slices = self._slices_with_gradient()
+            is_all = len(slices) == len(self._slices)
+            engine.order.record(Kind.STEP, self._label + ("" if is_all else without_gradient(self._slices, slices)))
+            for unit in engine.units:
+                if unit.refresh is not None:  # of another optimizer's step
+                    unit.finish_refresh()
             found_inf = None if engine.loss_scale is None else self._find_overflow(slices, engine.loss_scale)
             is_written = False
             try:
@@ -164,13 +161,15 @@ class ShardedOptimizer(Optimizer):
             return True
         if found_inf is not None and bool(found_inf):
             return False
-        batches = _batches(slices, self._engine) if _is_plain_step(self._inner) else [slices]
+        batches = _batches(slices, self._engine) if self._is_known else [slices]
         for batch in batches:
             for each in batch:
                 each.set_gradient(self._engine.gradient_of)
-            self._inner.step()
+            self._step_inner(self._inner)
             for each in batch:
                 each.values.grad = None
+                if not self._is_known:
+                    each.take_back()
         return False
 
     @contextmanager
@@ -196,6 +195,7 @@ class ShardedOptimizer(Optimizer):
                 for gradient in self._engine.gradients:
                     gradient.collect()
             else:
+                self._engine.order.record(Kind.ZERO, self._label)
                 super().zero_grad(set_to_none=False)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -298,7 +298,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of whole parameters, as :meth:`state_dict` returns them or a plain optimizer does."""
-        self._set_slices([each for number in range(len(self.param_groups)) for each in self._new_slices(number)])
+        self._set_slices(self._new_slices())
         numbers = {place: number for number, place in enumerate(self._places())}
         kept: dict[int, dict[str, Any]] = {}
         groups = []
@@ -318,17 +318,16 @@ class ShardedOptimizer(Optimizer):
 
 
 def _private_copy(user: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class and groups, whose parameters are still to come."""
-    names = inspect.signature(type(user).__init__).parameters
-    options = {name: value for name, value in user.defaults.items() if name in names}
-    groups = [{**group, "params": [torch.zeros((), device="cpu")]} for group in user.param_groups]
-    return type(user)(copy.copy(groups), **options)
-
-
-def _is_plain_step(inner: Optimizer) -> bool:
-    """Return whether a step may be several calls, each for some slices."""
-    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    return not hooks and ("step" not in vars(inner) or is_scheduler_step(inner))
+    """Return an optimizer of the same class, options and attributes, whose parameters are still to come."""
+    inner: Optimizer = object.__new__(type(user))
+    inner.__dict__.update(vars(user))
+    inner.__dict__.pop("step", None)  # of a scheduler
+    for name in vars(user):
+        if name.startswith("_optimizer_"):
+            setattr(inner, name, OrderedDict())  # hooks see the user's groups
+    inner.state = defaultdict(dict)
+    inner.param_groups = [{**group, "params": []} for group in user.param_groups]
+    return inner
 
 
 def _batches(slices: list[Slice], engine: Engine) -> list[list[Slice]]:

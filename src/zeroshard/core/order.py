@@ -19,6 +19,8 @@ class Kind(enum.Enum):
     FORWARD = "start forward"
     BACKWARD = "start backward"
     STEP = "start step"
+    ADD = "add a group"
+    ZERO = "set gradients to zero"
     BUFFERS = "broadcast buffers"
     GATHER = "gather unit"
     REDUCE = "reduce unit"
@@ -28,17 +30,16 @@ class Kind(enum.Enum):
     VALUES = "gather values"
     NORM = "add up norms"
     OVERFLOW = "look for overflows"
-    REFRESH = "refresh parameters"
 
 
 class Event(NamedTuple):
-    """One of them, of a unit or of the model."""
+    """One of them, of a unit, of the model, or as a text says that is the same on all ranks."""
 
     kind: Kind
-    unit: Unit | None = None
+    unit: Unit | str | None = None
 
     def __str__(self) -> str:
-        return self.kind.value if self.unit is None else f"{self.kind.value} {self.unit.name!r}"
+        return self.kind.value if self.unit is None else f"{self.kind.value} {self.unit}"
 
 
 Place = tuple[object, object]  # of a pass in the loop
@@ -90,7 +91,7 @@ class Order:
         """Begin another step with the next pass."""
         self._is_step_over = True
 
-    def record(self, kind: Kind, unit: Unit | None = None, is_agreed: bool = False) -> None:
+    def record(self, kind: Kind, unit: Unit | str | None = None, is_agreed: bool = False) -> None:
         """Return when all ranks are known to do this next; raise if they do not.
 
         ``is_agreed``: all ranks do it in this pass, but each when it comes to it: so none waits for the others here,
@@ -116,7 +117,7 @@ class Order:
         """Return the unit that is probably gathered next, in this pass."""
         for position in range(self._position, len(self._expected)):
             event = self._expected[position]
-            if event.kind is Kind.GATHER:
+            if isinstance(event.unit, Unit) and event.kind is Kind.GATHER:
                 return event.unit
         return None
 

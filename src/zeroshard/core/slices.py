@@ -30,10 +30,6 @@ class Slice:
         """Return where some of its parameters are in a buffer with the elements ``span`` of the flat."""
         return slice(self.flat.part(span, indices[0]).start, self.flat.part(span, indices[-1]).stop)
 
-    def has_grad(self, gradients: Mapping[Flat, Gradient]) -> bool:
-        """Return whether its parameters have a gradient, of which all have one or none."""
-        return gradients[self.flat].has_grad[self.indices[0]]
-
     def gradient(self, gradients: Mapping[Flat, Gradient]) -> torch.Tensor:
         """Return its reduced gradient, which is placed like the states."""
         reduced = gradients[self.flat].reduced
@@ -47,6 +43,12 @@ class Slice:
             gradient.set_factor(None)
         exact = self.gradient(gradients).to(self.values.dtype)
         self.values.grad = exact if gradient.factor is None else exact.mul_(gradient.factor)
+
+    def take_back(self) -> None:
+        """Write what the private optimizer has put into another tensor to the master."""
+        master = self.flat.master[self.span_of(self.flat.state_span, self.indices)]
+        if self.values.data_ptr() != master.data_ptr():
+            self.values.data = master.copy_(self.values.data)
 
     def _has_elements(self, value: Any) -> bool:
         """Return whether a state has a value for each element."""

@@ -56,15 +56,17 @@ class Unit:
         self._classes = [type(parameter) for parameter in self.parameters]
         self._gathers = gathers
         self._transfer: Transfer | None = None  # while values are on their way
-        self._refresh: Transfer | None = None  # of what this rank keeps of sharded parameters
+        self.refresh: Transfer | None = None  # of what this rank keeps, after a step
+
+    def __str__(self) -> str:
+        return repr(self.name)
 
     def start_unshard(self) -> None:
         """Start the all-gathers."""
         if self.state is not UnitState.SHARDED:
             return
-        if self._refresh is not None:
-            self._gathers.wait(self._refresh)
-            self._refresh = None
+        if self.refresh is not None:
+            self.finish_refresh()
         self._storage.resize_(self._nbytes)
         with label("unshard {!r}", self.name):
             self._transfer = self._gathers.start(*[flat.all_gather() for flat in self.sharded_flats])
@@ -85,12 +87,17 @@ class Unit:
             if flat.copies_master and not stepped[flat]:  # before a fused optimizer writes another part of it
                 flat.kept_master.copy_(flat.master)
         transfer = self._gathers.start(*[flat.refresh() for flat in changed])
-        if self.is_sharded:
-            self._refresh = transfer
-        else:
+        self.refresh = transfer
+        if not self.is_sharded:
             self._transfer = transfer
             if self.state is UnitState.UNSHARDED:
                 self.keep()
+
+    def finish_refresh(self) -> None:
+        """Wait until what is kept of the parameters is up to date: it may be read, and written by another step."""
+        assert self.refresh is not None
+        self._gathers.wait(self.refresh)
+        self.refresh = None
 
     def wait(self) -> None:
         """Make the parameters usable."""
@@ -100,6 +107,7 @@ class Unit:
             with label("wait for {!r}", self.name):
                 self._gathers.wait(self._transfer)
             self._transfer = None
+        self.refresh = None
         for parameter, original in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = original
         self.state = UnitState.UNSHARDED
