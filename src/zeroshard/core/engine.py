@@ -443,6 +443,9 @@ class Engine:
             start = end
             end += len(flags)
             found.append((gradient, is_present[start:end]))
+            if flags != is_present[start:end]:
+                is_foreign = list(map(operator.ne, flags, is_present[start:end]))
+                self.observers.on_foreign_gradients((gradient, is_foreign))
         return found
 
     def _present_anywhere(self, launched: list[tuple[Gradient, list[bool]]], present: list[bool]) -> list[bool]:

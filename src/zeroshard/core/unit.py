@@ -53,6 +53,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self.views = [view for flat in flats for view in flat.views]  # what they are, where these have memory
         self._classes = [type(parameter) for parameter in self.parameters]
         self._gathers = gathers
         self._transfer: Transfer | None = None  # while values are on their way

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.checks.observers import Observer
+from zeroshard.core.checks.structure import refuse_moved
 
 FIRST_COMPARISONS = 2  # of a unit
 _GET_VERSION = operator.attrgetter("_version")
@@ -63,6 +64,9 @@ class LostEdits(Observer):
             self._versions[unit] = _versions(unit)
 
     def on_reshard(self, unit: Any) -> None:
+        is_same = list(map(torch.Tensor.is_set_to, unit.parameters, unit.views))
+        if not all(is_same):
+            refuse_moved(_names(unit)[is_same.index(False)])
         before = self._versions.pop(unit, None)
         if before is None or before == _versions(unit):
             return
