@@ -221,6 +221,26 @@ class Engine:
                 "use zeroshard.gathered(model) or zeroshard.full_parameter(model, name)"
             )
 
+    @torch.no_grad()
+    def write_outside(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """Replace the values of a sharded parameter: by the same ones on all ranks, which each takes its part of.
+
+        Return False where the whole parameter has to be written.
+        """
+        flat, index = self.place[id(parameter)]
+        unit = self._unit_of[flat]
+        if self._running or self._backward is not None or not unit.is_sharded:
+            return False
+        self.order.record(Kind.WRITE, unit)
+        values = values.to(flat.full).expand(parameter.shape)
+        own = flat.elements(values, index).view(torch.uint8).sum(dtype=torch.int64)
+        if all_reduce(torch.stack((own, -own)), self.axes, dist.ReduceOp.MAX).sum():
+            raise ValueError(f"the ranks have written other values into {self.name_of(parameter)!r}: write the same")
+        unit.forget_prefetched()
+        flat.adopt_one(values, index)
+        torch.autograd.graph.increment_version(parameter)
+        return True
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, *_: object) -> None:

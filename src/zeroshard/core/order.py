@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     SCHEDULE = "agree on the order of reductions"
     READ = "read gradients of unit"
     VALUES = "gather values"
+    WRITE = "write a parameter of unit"
     NORM = "add up norms"
     OVERFLOW = "look for overflows"
     REFRESH = "refresh parameters"

@@ -112,6 +112,13 @@ class Unit:
         self._guard()
         self.state = UnitState.SHARDED
 
+    def forget_prefetched(self) -> None:
+        """Let values that this rank keeps be changed: forget what was gathered of them."""
+        self.reshard()
+        if self._refresh is not None:
+            self._gathers.wait(self._refresh)
+            self._refresh = None
+
     def keep(self) -> None:
         """Keep the full parameters for the next use, as if they had been prefetched for it; guard them until then."""
         self._guard()
