@@ -93,6 +93,8 @@ class Order:
 
     def record(self, kind: Kind, unit: Unit | None = None) -> None:
         """Return when all ranks are known to do this next; raise if they do not."""
+        if self._announced is Kind.FORWARD and kind not in (Kind.BUFFERS, Kind.GATHER):
+            self._announced = None  # a forward without an event is not a pass: other ranks may not run it
         if self._announced is not None:
             self._switch(self._announced)
         event = Event(kind, unit)
