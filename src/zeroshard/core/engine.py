@@ -121,7 +121,9 @@ class Engine:
             before = torch._compile._disable_dynamo(partial(self._pre_forward, module))
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
             module.register_forward_pre_hook(before, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+            handle = module.register_forward_hook(after, always_call=True)
+            if module is model:
+                self._last_hook = handle.id
         self.reshard_all()
         self.observers.on_values_changed(self)
 
@@ -265,6 +267,7 @@ class Engine:
         self.order.begin(Kind.FORWARD)
         if not self._keeps_units:
             self.reshard_all()
+        self.model._forward_hooks.move_to_end(self._last_hook)  # type: ignore[attr-defined]  # others use parameters
         if self._buffers is not None:
             self._buffers.sync()
         self.observers.on_forward_begin(self)
