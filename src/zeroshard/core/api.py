@@ -90,8 +90,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def gathered(model: nn.Module, write_rank: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """Have all parameters whole inside the context; with ``write_rank``, keep that rank's changes."""
-    return values.gathered(_engine_of(model), write_rank)
+    """Have all parameters whole inside the context; with ``write_rank``, keep that rank's changes.
+
+    ``model`` may be one module of the sharded model.
+    """
+    owner = next(model.parameters(), None)
+    return values.gathered(getattr(owner, "_zeroshard_core", None) or _engine_of(model), model, write_rank)
 
 
 def full_parameter(model: nn.Module, name: str) -> torch.Tensor:

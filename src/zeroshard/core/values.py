@@ -11,31 +11,40 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.core.axis import broadcast
 from zeroshard.core.engine import Engine
+from zeroshard.core.flat import Flat
 from zeroshard.core.order import Kind
 
 
 @contextmanager
-def gathered(engine: Engine, write_rank: int | None) -> Iterator[None]:
-    """Have all parameters whole: see :func:`zeroshard.gathered`."""
+def gathered(engine: Engine, module: nn.Module, write_rank: int | None) -> Iterator[None]:
+    """Have all parameters of a module whole: see :func:`zeroshard.gathered`."""
+    engine.observers.on_masters_used(engine)
     engine.order.record(Kind.VALUES)
-    with engine.using(engine.units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
+    places = {engine.place[id(parameter)][0] for parameter in module.parameters()}
+    units = [unit for unit in engine.units if not places.isdisjoint(unit.flats)]
+    flats = [flat for unit in units for flat in unit.flats]
+    with engine.using(units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
         before = [
             (flat, flat.full.clone())
-            for unit in engine.units
+            for unit in units
             for flat in unit.flats
             if write_rank is None or not flat.is_sharded or unit.users > 1  # others keep it in memory
         ]
         try:
-            yield
+            try:
+                yield
+            finally:
+                _take_over_data(flats)
             if write_rank is not None:
-                _write_back(engine, write_rank)
+                _write_back(engine, flats, write_rank)
                 before.clear()
         finally:
             with torch.no_grad():
                 for flat, values in before:
                     flat.full.copy_(values)
-            for unit in engine.units:
+            for unit in units:
                 engine.observers.on_unsharded(unit)  # what has changed is known
+    engine.observers.on_masters_used(engine)  # of other units
     engine.observers.on_values_changed(engine)
 
 
@@ -63,22 +72,45 @@ def _check_memory(saved: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write_back(engine: Engine, write_rank: int) -> None:
+def _take_over_data(flats: list[Flat]) -> None:
+    """Copy what the block has assigned to ``parameter.data`` to where parameters are."""
+    pairs = [pair for flat in flats for pair in zip(flat.parameters, flat.views, strict=True)]
+    moved = [(parameter, view) for parameter, view in pairs if not parameter.is_set_to(view)]
+    values = [parameter.detach().clone() for parameter, _ in moved]
+    for parameter, view in moved:
+        parameter.data = view
+    for (_, view), new in zip(moved, values, strict=True):
+        if new.shape != view.shape or new.dtype != view.dtype:
+            raise RuntimeError(
+                f"gathered() cannot keep data of another kind, {new.dtype} of shape {tuple(new.shape)}: change the "
+                "model's dtype and shapes before zeroshard.shard()"
+            )
+        view.copy_(new)
+
+
+@torch.no_grad()
+def _write_back(engine: Engine, flats: list[Flat], write_rank: int) -> None:
     """Keep the values of one rank."""
-    if any(flat.layout.axes is not engine.axes for flat in engine.flats):
+    if any(flat.layout.axes is not engine.axes for flat in flats):
         raise NotImplementedError("gathered(write_rank=…) does not know yet which rank of another mesh that is")
     engine.order.record(Kind.VALUES)  # a rank whose block has raised does not
-    for flat in engine.flats:
+    for flat in flats:
         broadcast(flat.full, engine.axes, write_rank)
         flat.adopt(flat.full)
+
+
+def _begin_read(engine: Engine) -> None:
+    if engine.gathered_count:
+        raise RuntimeError("inside gathered(model) the parameters are whole, and may be edited: read them directly")
+    engine.observers.on_masters_used(engine)
+    engine.order.record(Kind.VALUES)
 
 
 @torch.no_grad()
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """Return one parameter whole, in the precision of its master."""
     parameter = engine.model.get_parameter(name)
-    engine.observers.on_step(engine)
-    engine.order.record(Kind.VALUES)
+    _begin_read(engine)
     flat, index = engine.place[id(parameter)]
     return flat.gather_one(flat.master[flat.part(flat.state_span, index)], index)
 
@@ -94,8 +126,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
 @torch.no_grad()
 def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the whole model in host memory."""
-    engine.observers.on_step(engine)
-    engine.order.record(Kind.VALUES)
+    _begin_read(engine)
     places = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         places[name] = engine.place[id(parameter)]

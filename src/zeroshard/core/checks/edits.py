@@ -34,6 +34,10 @@ class EditedMasters(Observer):
             if not unit.is_sharded and any(flat.copies_master for flat in unit.flats):
                 self._take_over(unit)
 
+    def on_masters_used(self, engine: Any) -> None:
+        if not engine.gathered_count:  # its end keeps or undoes the edits
+            self.on_step(engine)
+
     def on_values_changed(self, engine: Any) -> None:
         for unit in engine.units:
             if not unit.is_sharded:
