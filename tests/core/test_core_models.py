@@ -373,3 +373,116 @@ def run_alone(rank: int, stage: int) -> None:
 @every_stage
 def test_ranks_run_different_numbers_of_forwards(stage: int) -> None:
     in_processes(2, run_alone, stage)
+
+
+# -- making a model, and what is left of it -------------------------------------------------------------------------
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+@every_stage
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_model_from_meta_trains_as_the_plain_one_with_its_values(stage: int, precision: str | None) -> None:
+    def body(rank: int) -> tuple[Any, Any]:
+        with torch.device("meta"):
+            base = TiedNet().eval()
+        model, optimizer = sharded(base, plain.momentum, stage=stage, precision=precision)
+        assert model.head.weight is model.embedding.weight
+        first = plain.masters(model)
+        for batch in batches(3):
+            take_step(optimizer, net_loss(model, batch.chunk(2)[rank]))
+        return first, plain.masters(model)
+
+    for first, last in on_ranks(2, body):
+        wanted = TiedNet().eval()
+        wanted.load_state_dict({**wanted.state_dict(), **first})
+        optimizer = plain.momentum(wanted)
+        for batch in batches(3):
+            take_step(optimizer, net_loss(wanted, batch))
+        if precision is None:
+            plain.assert_close(last, dict(wanted.named_parameters()))
+        assert last["blocks.0.norm.weight"].sub(1).abs().max() < 0.5
+
+
+def test_the_given_function_initializes_modules_from_meta() -> None:
+    def body(rank: int) -> Any:
+        def initialize(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.constant_(parameter, rank + 1.0)
+
+        with torch.device("meta"):
+            base = nn.Sequential(*[Block(8) for _ in range(2)])
+        return plain.masters(sharded(base, stage=3, init_fn=initialize)[0])
+
+    for values in on_ranks(2, body):
+        assert all(value.eq(1).all() for value in values.values())
+
+
+@every_stage
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_an_unwrapped_model_trains_on_alone(stage: int, precision: str | None) -> None:
+    def body(rank: int) -> plain.Tensors:
+        model, optimizer = sharded(NET, plain.adamw, stage=stage, precision=precision)
+        for batch in batches(2):
+            take_step(optimizer, net_loss(model, batch.chunk(2)[rank]))
+        before = plain.masters(model)
+        found = api.unwrap(model, optimizer)
+        assert found == (model, found[1]) and type(found[1]) is torch.optim.AdamW
+        plain.assert_equal(plain.copied(model), before)
+        assert not api.is_sharded(model) and {type(p) for p in model.parameters()} == {nn.Parameter}
+        assert all(parameter.grad is None for parameter in model.parameters())
+        take_step(found[1], net_loss(model, batches(3)[2]))
+        copy.deepcopy(model).half().share_memory()
+        api.shard(model, found[1], stage=stage)
+        return plain.masters(model)
+
+    wanted = copy.deepcopy(NET)
+    optimizer = plain.adamw(wanted)
+    for batch in batches(3):
+        take_step(optimizer, net_loss(wanted, batch))
+    for values in on_ranks(2, body):
+        plain.assert_close(values, dict(wanted.named_parameters()), 2e-2 if precision else 1e-5)
+
+
+class Widens(nn.Module):
+    """Gives its second block, and its head, fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Block(8), Block(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).float()).float())
+
+
+@every_stage
+@pytest.mark.parametrize("cast", [True, "model"])
+def test_layers_cast_the_other_floats_that_they_are_given(stage: int, cast: Any) -> None:
+    options = {"precision": "bf16", "cast_inputs": cast, "units": (Block,), "identical": False}
+    assert_same(Widens(), data=plain.numbers(3, 24, 8), loss_of=square_loss, stages=[stage], **options)
+
+
+def overlap() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data[:2].view(2, 4))
+    return model
+
+
+@every_stage
+def test_parameters_over_one_memory_are_refused(stage: int) -> None:
+    with pytest.raises(ValueError, match="two parameters over one memory"):
+        api.shard(overlap(), stage=stage)

@@ -24,11 +24,12 @@ from zeroshard.core.checks import default_observers
 from zeroshard.core.context import Context
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.engine.model_checks import check_max_norm, check_model
 from zeroshard.memory.pool import Pool
 
 SUPPORTED_OPTIONS = frozenset(
     "stage partition precision keep_fp32 cast_inputs units bucket_size ring backwards prefetch broadcast_buffers "
-    "defragment timeout heartbeat_timeout loss_scale".split()
+    "defragment timeout heartbeat_timeout loss_scale init_fn".split()
 )
 SUPPORTED_PRECISIONS = (None, "fp32", "bf16", "fp16")
 
@@ -56,7 +57,7 @@ def shard(
         options = {**vars(config), **options}
     config = Config(**options)
     _check_options(config)
-    _check_model(model)
+    _check_model(model, config)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     device = _device_of(model, mesh)
     checker = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
@@ -118,6 +119,21 @@ def state_dict(model: nn.Module, rank: int | None = 0, trainable_only: bool = Fa
     return found if rank is None or rank == own else {}
 
 
+def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None) -> Any:
+    """Return the plain model, and the plain optimizers with full states: a collective. Gradients are dropped."""
+    engine = _engine_of(model)
+    optimizers = [optimizer] if isinstance(optimizer, ShardedOptimizer) else list(optimizer or ())
+    states = [each.state_dict() for each in optimizers]
+    values.make_plain(engine)
+    del model.__dict__["_zeroshard_core"]
+    plain = [each.unwrapped(state) for each, state in zip(optimizers, states, strict=True)]
+    if optimizer is None:
+        return model
+    if isinstance(optimizer, ShardedOptimizer):
+        return model, plain[0]
+    return model, tuple(plain) if isinstance(optimizer, tuple) else plain
+
+
 def __getattr__(name: str) -> Any:
     """Raise for a public name that is still to come."""
     if name not in zeroshard.__all__:
@@ -146,17 +162,16 @@ def _check_options(config: Config) -> None:
         _refuse(f"precision={config.precision!r}")
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, config: Config) -> None:
     """Raise for models that cannot be sharded."""
-    if is_sharded(model):
-        raise ValueError("the model is sharded already")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ValueError("hooks do not run in a scripted or traced module: shard the model before it is scripted")
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            _refuse(f"the parameter {name!r} on the meta device")
+        if hasattr(parameter, "_zeroshard_core"):
+            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
+    check_model(model, has_tensor_axis=False)
+    for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             _refuse(f"the {type(parameter).__name__} {name!r}")
+    check_max_norm(model, config, dist.get_world_size() if dist.is_initialized() else 1)
     if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters")
 
@@ -167,7 +182,7 @@ def _check_ranks(model: nn.Module, config: Config, checker: ConsistencyChecker) 
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
     ]
-    own = repr((config, described))
+    own = repr((dataclasses.replace(config, init_fn=None), described))
     first = checker.broadcast_text("model", own)
     differs = first is not None and own != first
     errors = checker.gather_text("difference", "has another model, or other options, than rank 0" if differs else "")
@@ -177,7 +192,7 @@ def _check_ranks(model: nn.Module, config: Config, checker: ConsistencyChecker) 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     """Return where the model trains: its own device, or this rank's GPU if its ranks communicate between GPUs."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
     device = devices.pop()

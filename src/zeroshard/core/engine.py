@@ -14,6 +14,7 @@ import torch
 import torch._compile
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.axis import all_reduce
 from zeroshard.core.buffers import BufferBroadcaster
@@ -94,6 +95,7 @@ class Engine:
         self._has_late = False  # a gradient has arrived after its unit was done
         self._launched: list[tuple[Gradient, list[bool]]] = []  # with which parameters have a summand
         self._all_present: dict[tuple[Gradient, ...], torch.Tensor] = {}
+        self.hooks: list[RemovableHandle] = []  # on modules and parameters
         engine = weakref.ref(self)  # a parameter owns its hooks, and the garbage collector does not see that
 
         def on_accumulated(number: int, parameter: torch.Tensor) -> None:
@@ -116,14 +118,15 @@ class Engine:
                 for parameter in flat.parameters:
                     parameter._zeroshard_core = self  # type: ignore[attr-defined]
                     if flat.is_trainable:
-                        parameter.register_post_accumulate_grad_hook(partial(on_accumulated, number))  # type: ignore[no-untyped-call]
+                        hook = parameter.register_post_accumulate_grad_hook(partial(on_accumulated, number))  # type: ignore[no-untyped-call]
+                        self.hooks.append(hook)
         for module in units_of:
             before = torch._compile._disable_dynamo(partial(self._pre_forward, module))
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
-            module.register_forward_pre_hook(before, prepend=True)
-            handle = module.register_forward_hook(after, always_call=True)
+            last = module.register_forward_hook(after, always_call=True)
+            self.hooks += [module.register_forward_pre_hook(before, prepend=True), last]
             if module is model:
-                self._last_hook = handle.id
+                self._last_hook = last.id
         self.reshard_all()
         self.observers.on_values_changed(self)
 

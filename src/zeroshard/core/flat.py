@@ -51,6 +51,7 @@ class Flat:
         self.master_dtype = spec.master_dtype if self.is_trainable else spec.dtype
         self.divisor = spec.divisor
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.original_dtypes = [parameter.dtype for parameter in self.parameters]
         self._strides = [_dense_stride(parameter) for parameter in self.parameters]
         self.ranges: list[slice] = []
         end = 0

@@ -54,7 +54,7 @@ class Unit:
         self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
         self.views = [view for flat in flats for view in flat.views]  # what they are, where these have memory
-        self._classes = [type(parameter) for parameter in self.parameters]
+        self.classes = [type(parameter) for parameter in self.parameters]
         self._gathers = gathers
         self._transfer: Transfer | None = None  # while values are on their way
         self._refresh: Transfer | None = None  # of what this rank keeps of sharded parameters
@@ -101,7 +101,7 @@ class Unit:
             with label("wait for {!r}", self.name):
                 self._gathers.wait(self._transfer)
             self._transfer = None
-        for parameter, original in zip(self.parameters, self._classes, strict=True):
+        for parameter, original in zip(self.parameters, self.classes, strict=True):
             parameter.__class__ = original
         self.state = UnitState.UNSHARDED
 

@@ -144,6 +144,25 @@ def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@torch.no_grad()
+def make_plain(engine: Engine) -> None:
+    """Make parameters plain: whole, in memory of their own and their first dtype, without gradients and hooks."""
+    engine.abort_backward()
+    _begin_read(engine)
+    for unit in engine.units:
+        for parameter, kind in zip(unit.parameters, unit.classes, strict=True):
+            parameter.__class__ = kind
+            parameter.grad = None
+            del parameter._zeroshard_core, parameter.share_memory_  # type: ignore[attr-defined]
+        for flat in unit.flats:
+            whole = flat.gather(flat.master, flat.state_placements)
+            for index, parameter in enumerate(flat.parameters):
+                parameter.data = flat.shaped(whole, index).to(flat.original_dtypes[index], copy=True)
+    for hook in engine.hooks:
+        hook.remove()
+    engine.context.checker.close()
+
+
 def keys_of(model: nn.Module) -> list[str]:
     """Return the names of the parameters and persistent buffers of a model, in the order of its state dict."""
     found = []
