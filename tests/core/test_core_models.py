@@ -121,6 +121,54 @@ def test_data_of_another_kind_is_not_kept(stage: int) -> None:
     on_ranks(2, body)
 
 
+@every_stage
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_values_taken_inside_gathered_stay_valid(stage: int, precision: str | None) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(NET, plain.sgd, stage=stage, precision=precision)
+        for batch in batches(2):
+            before = plain.masters(model)
+            loss = net_loss(model, batch)
+            with api.gathered(model):
+                state = model.state_dict()
+                array = model.head.bias.detach().float().numpy()
+            if stage == 3:  # else they are the parameters
+                take_step(optimizer, loss)
+                plain.assert_equal(state, {name: value.to(state[name].dtype) for name, value in before.items()})
+                assert torch.equal(torch.from_numpy(array), before["head.bias"].to(state["head.bias"].dtype).float())
+            else:
+                take_step(optimizer, loss)
+
+    on_ranks(2, body)
+
+
+@every_stage
+@pytest.mark.parametrize("write_rank", [None, 0])
+def test_a_graph_of_other_values_is_refused(stage: int, write_rank: int | None) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(NET, plain.sgd, stage=stage)
+        loss = net_loss(model, ONE_BATCH)
+        with api.gathered(model, write_rank=write_rank):
+            if write_rank is None or rank == 0:
+                halve(model.parameters())
+            if write_rank is None:
+                loss = net_loss(model, ONE_BATCH)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    on_ranks(2, body)
+
+
+def test_a_rank_that_does_not_exist_writes_nothing() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(NET, stage=3)
+        for wrong in (-1, 2):
+            with pytest.raises(ValueError, match="write_rank"), api.gathered(model, write_rank=wrong):
+                pass
+
+    on_ranks(2, body)
+
+
 # -- changes of the model -------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,9 @@ class GuardedParameter(nn.Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GuardedParameter({self._zeroshard_core.name_of(self)!r}, shape={tuple(self.shape)})"
 
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the same values, where they may be gathered."""
         self._zeroshard_core.use_outside(self)

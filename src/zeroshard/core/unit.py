@@ -49,6 +49,7 @@ class Unit:
         if self.is_sharded:
             self._storage = self.sharded_flats[0].full.untyped_storage()
             self._nbytes = self._storage.nbytes()
+            self._own_uses = torch._C._storage_Use_Count(self._storage._cdata)
         self.is_trainable = bool(self.gradients)
         self.state = UnitState.UNSHARDED
         self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
@@ -118,6 +119,17 @@ class Unit:
         if self._refresh is not None:
             self._gathers.wait(self._refresh)
             self._refresh = None
+
+    def leave_used_memory(self) -> None:
+        """If others have views of gathered values (a state dict, an array, a graph), leave them, and use new memory."""
+        if not self.is_sharded or torch._C._storage_Use_Count(self._storage._cdata) == self._own_uses:
+            return
+        self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device).untyped_storage()
+        for flat in self.sharded_flats:
+            for tensor in (flat.full, *flat.views):
+                tensor.set_(self._storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for parameter, view in zip(flat.parameters, flat.views, strict=True):
+                parameter.data = view
 
     def keep(self) -> None:
         """Keep the full parameters for the next use, as if they had been prefetched for it; guard them until then."""

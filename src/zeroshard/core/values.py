@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,12 +19,15 @@ from zeroshard.core.order import Kind
 @contextmanager
 def gathered(engine: Engine, module: nn.Module, write_rank: int | None) -> Iterator[None]:
     """Have all parameters of a module whole: see :func:`zeroshard.gathered`."""
+    ranks = math.prod(axis.size for axis in engine.axes)
+    if write_rank is not None and write_rank not in range(ranks):
+        raise ValueError(f"write_rank is one of {ranks} ranks, got {write_rank}")
     engine.observers.on_masters_used(engine)
     engine.order.record(Kind.VALUES)
     places = {engine.place[id(parameter)][0] for parameter in module.parameters()}
     units = [unit for unit in engine.units if not places.isdisjoint(unit.flats)]
     flats = [flat for unit in units for flat in unit.flats]
-    with engine.using(units), _counted(engine), saved_tensors_hooks(_as_it_is, _check_memory):
+    with engine.using(units), _counted(engine), saved_tensors_hooks(_with_version, _check_memory):
         before = [
             (flat, flat.full.clone())
             for unit in units
@@ -41,7 +45,9 @@ def gathered(engine: Engine, module: nn.Module, write_rank: int | None) -> Itera
         finally:
             with torch.no_grad():
                 for flat, values in before:
-                    flat.full.copy_(values)
+                    _replace(flat, values)
+                for unit in units:
+                    unit.leave_used_memory()
             for unit in units:
                 engine.observers.on_unsharded(unit)  # what has changed is known
     engine.observers.on_masters_used(engine)  # of other units
@@ -57,17 +63,20 @@ def _counted(engine: Engine) -> Iterator[None]:
         engine.gathered_count -= 1
 
 
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+def _with_version(saved: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return saved, saved._version
 
 
-def _check_memory(saved: torch.Tensor) -> torch.Tensor:
-    """Raise if a backward needs what was freed after gathered()."""
+def _check_memory(found: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Raise if a backward needs what was freed after gathered(), or changed: autograd does not look, for hooks."""
+    saved, version = found
     if saved.numel() and not saved.untyped_storage().nbytes():
         raise RuntimeError(
             "a backward needs parameters that were used inside gathered(), which has freed them: run the backward "
             "inside it, too, or use them in the model's forward"
         )
+    if saved._version != version:
+        raise RuntimeError("a backward needs a tensor that was modified by an inplace operation, inside gathered()")
     return saved
 
 
@@ -95,8 +104,17 @@ def _write_back(engine: Engine, flats: list[Flat], write_rank: int) -> None:
         raise NotImplementedError("gathered(write_rank=…) does not know yet which rank of another mesh that is")
     engine.order.record(Kind.VALUES)  # a rank whose block has raised does not
     for flat in flats:
-        broadcast(flat.full, engine.axes, write_rank)
+        values = flat.full.clone()
+        broadcast(values, engine.axes, write_rank)
+        _replace(flat, values)
         flat.adopt(flat.full)
+
+
+def _replace(flat: Flat, values: torch.Tensor) -> None:
+    """Write full values. If they are new, a graph of the old ones is stale."""
+    if not torch.equal(flat.full.view(torch.uint8), values.view(torch.uint8)):
+        flat.full.copy_(values)
+        torch.autograd.graph.increment_version(flat.parameters)
 
 
 def _begin_read(engine: Engine) -> None:
