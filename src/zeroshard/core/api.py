@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -67,6 +68,8 @@ def shard(
     context = Context(own_axes, config, device, checker, Pool(device, config.defragment), default_observers())
     engine = Builder(model, context, axes_by_prefix(own_axes, others)).build()
     model.__dict__["_zeroshard_core"] = engine
+    for module in _generating_modules(engine):
+        module.__dict__["_is_fsdp_managed_module"] = True
     found = [ShardedOptimizer(engine, each) for each in optimizers]
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return model, found[0] if found else None
@@ -125,6 +128,8 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptim
     optimizers = [optimizer] if isinstance(optimizer, ShardedOptimizer) else list(optimizer or ())
     states = [each.state_dict() for each in optimizers]
     values.make_plain(engine)
+    for module in _generating_modules(engine):
+        del module.__dict__["_is_fsdp_managed_module"]
     del model.__dict__["_zeroshard_core"]
     plain = [each.unwrapped(state) for each, state in zip(optimizers, states, strict=True)]
     if optimizer is None:
@@ -150,6 +155,16 @@ def _engine_of(model: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise ValueError(f"this {type(model).__name__} is not sharded: call zeroshard.shard(model, optimizer) first")
     return engine
+
+
+def _generating_modules(engine: Engine) -> list[nn.Module]:
+    """Return modules whose ``generate()`` transformers lets all ranks continue together, where they gather units."""
+    is_sharded = any(unit.is_sharded for unit in engine.units)
+    if not (
+        dist.is_initialized() and is_sharded and math.prod(axis.size for axis in engine.axes) == dist.get_world_size()
+    ):
+        return []
+    return [module for module in engine.model.modules() if hasattr(type(module), "generate")]
 
 
 def _check_options(config: Config) -> None:
