@@ -11,6 +11,7 @@ from zeroshard.core.api import (
     no_sync,
     shard,
     state_dict,
+    unwrap,
 )
 from zeroshard.core.optimizer import ShardedOptimizer
 
@@ -23,4 +24,5 @@ __all__ = [
     "no_sync",
     "shard",
     "state_dict",
+    "unwrap",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -25,11 +26,12 @@ from zeroshard.core.checks.optimizers import check_optimizers
 from zeroshard.core.context import Context
 from zeroshard.core.engine import Engine
 from zeroshard.core.optimizer import ShardedOptimizer
+from zeroshard.engine.model_checks import check_max_norm, check_model
 from zeroshard.memory.pool import Pool
 
 SUPPORTED_OPTIONS = frozenset(
     "stage partition precision keep_fp32 cast_inputs units bucket_size ring backwards prefetch broadcast_buffers "
-    "defragment timeout heartbeat_timeout loss_scale elementwise".split()
+    "defragment timeout heartbeat_timeout loss_scale elementwise init_fn".split()
 )
 SUPPORTED_PRECISIONS = (None, "fp32", "bf16", "fp16")
 
@@ -57,7 +59,7 @@ def shard(
         options = {**vars(config), **options}
     config = Config(**options)
     _check_options(config)
-    _check_model(model)
+    _check_model(model, config)
     optimizers: list[Any] = (
         list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] * (optimizer is not None)
     )
@@ -72,6 +74,8 @@ def shard(
     context = Context(own_axes, config, device, checker, Pool(device, config.defragment), default_observers())
     engine = Builder(model, context, axes_by_prefix(own_axes, others)).build()
     model.__dict__["_zeroshard_core"] = engine
+    for module in _generating_modules(engine):
+        module.__dict__["_is_fsdp_managed_module"] = True
     found = [ShardedOptimizer(engine, each) for each in optimizers]
     if isinstance(optimizer, (list, tuple)):
         return model, tuple(found) if isinstance(optimizer, tuple) else found
@@ -96,8 +100,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def gathered(model: nn.Module, write_rank: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """Have all parameters whole inside the context; with ``write_rank``, keep that rank's changes."""
-    return values.gathered(_engine_of(model), write_rank)
+    """Have all parameters whole inside the context; with ``write_rank``, keep that rank's changes.
+
+    ``model`` may be one module of the sharded model.
+    """
+    owner = next(model.parameters(), None)
+    return values.gathered(getattr(owner, "_zeroshard_core", None) or _engine_of(model), model, write_rank)
 
 
 def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
@@ -120,6 +128,23 @@ def state_dict(model: nn.Module, rank: int | None = 0, trainable_only: bool = Fa
     return found if rank is None or rank == own else {}
 
 
+def unwrap(model: nn.Module, optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None) -> Any:
+    """Return the plain model, and the plain optimizers with full states: a collective. Gradients are dropped."""
+    engine = _engine_of(model)
+    optimizers = [optimizer] if isinstance(optimizer, ShardedOptimizer) else list(optimizer or ())
+    states = [each.state_dict() for each in optimizers]
+    values.make_plain(engine)
+    for module in _generating_modules(engine):
+        del module.__dict__["_is_fsdp_managed_module"]
+    del model.__dict__["_zeroshard_core"]
+    plain = [each.unwrapped(state) for each, state in zip(optimizers, states, strict=True)]
+    if optimizer is None:
+        return model
+    if isinstance(optimizer, ShardedOptimizer):
+        return model, plain[0]
+    return model, tuple(plain) if isinstance(optimizer, tuple) else plain
+
+
 def __getattr__(name: str) -> Any:
     """Raise for a public name that is still to come."""
     if name not in zeroshard.__all__:
@@ -138,6 +163,16 @@ def _engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+def _generating_modules(engine: Engine) -> list[nn.Module]:
+    """Return modules whose ``generate()`` transformers lets all ranks continue together, where they gather units."""
+    is_sharded = any(unit.is_sharded for unit in engine.units)
+    if not (
+        dist.is_initialized() and is_sharded and math.prod(axis.size for axis in engine.axes) == dist.get_world_size()
+    ):
+        return []
+    return [module for module in engine.model.modules() if hasattr(type(module), "generate")]
+
+
 def _check_options(config: Config) -> None:
     """Raise for options that are still to come."""
     for field in dataclasses.fields(Config):
@@ -148,17 +183,16 @@ def _check_options(config: Config) -> None:
         _refuse(f"precision={config.precision!r}")
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, config: Config) -> None:
     """Raise for models that cannot be sharded."""
-    if is_sharded(model):
-        raise ValueError("the model is sharded already: pass all optimizers of a model to one call of shard()")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ValueError("hooks do not run in a scripted or traced module: shard the model before it is scripted")
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            _refuse(f"the parameter {name!r} on the meta device")
+        if hasattr(parameter, "_zeroshard_core"):
+            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
+    check_model(model, has_tensor_axis=False)
+    for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             _refuse(f"the {type(parameter).__name__} {name!r}")
+    check_max_norm(model, config, dist.get_world_size() if dist.is_initialized() else 1)
     if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters")
 
@@ -176,7 +210,7 @@ def _check_ranks(
         (type(each).__name__, [[names[id(parameter)] for parameter in group["params"]] for group in each.param_groups])
         for each in optimizers
     ]
-    own = repr((config, described, groups))
+    own = repr((dataclasses.replace(config, init_fn=None), described, groups))
     first = checker.broadcast_text("model", own)
     differs = first is not None and own != first
     errors = checker.gather_text("difference", "has another model, optimizer or options than rank 0" if differs else "")
@@ -186,7 +220,7 @@ def _check_ranks(
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     """Return where the model trains: its own device, or this rank's GPU if its ranks communicate between GPUs."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
     device = devices.pop()

@@ -14,6 +14,7 @@ import torch
 import torch._compile
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.axis import all_reduce
 from zeroshard.core.buffers import BufferBroadcaster
@@ -99,6 +100,7 @@ class Engine:
         self._flags = torch.empty(0, dtype=torch.uint8, device=self.device)  # the same
         self.answers: deque[tuple[torch.Tensor, torch.Event | None]] = deque()  # whether ranks agree, and from when on
         self.groups: list[Groups] = []  # of each optimizer
+        self.hooks: list[RemovableHandle] = []  # on modules and parameters
         engine = weakref.ref(self)  # a parameter owns its hooks, and the garbage collector does not see that
 
         def on_accumulated(number: int, parameter: torch.Tensor) -> None:
@@ -121,12 +123,15 @@ class Engine:
                 for parameter in flat.parameters:
                     parameter._zeroshard_core = self  # type: ignore[attr-defined]
                     if flat.is_trainable:
-                        parameter.register_post_accumulate_grad_hook(partial(on_accumulated, number))  # type: ignore[no-untyped-call]
+                        hook = parameter.register_post_accumulate_grad_hook(partial(on_accumulated, number))  # type: ignore[no-untyped-call]
+                        self.hooks.append(hook)
         for module in units_of:
             before = torch._compile._disable_dynamo(partial(self._pre_forward, module))
             after = torch._compile._disable_dynamo(partial(self._post_forward, module))
-            module.register_forward_pre_hook(before, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+            last = module.register_forward_hook(after, always_call=True)
+            self.hooks += [module.register_forward_pre_hook(before, prepend=True), last]
+            if module is model:
+                self._last_hook = last.id
         self.reshard_all()
         self.observers.on_values_changed(self)
 
@@ -226,6 +231,26 @@ class Engine:
                 "use zeroshard.gathered(model) or zeroshard.full_parameter(model, name)"
             )
 
+    @torch.no_grad()
+    def write_outside(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """Replace the values of a sharded parameter: by the same ones on all ranks, which each takes its part of.
+
+        Return False where the whole parameter has to be written.
+        """
+        flat, index = self.place[id(parameter)]
+        unit = self._unit_of[flat]
+        if self._running or self._backward is not None or not unit.is_sharded:
+            return False
+        self.order.record(Kind.WRITE, unit)
+        values = values.to(flat.full).expand(parameter.shape)
+        own = flat.elements(values, index).view(torch.uint8).sum(dtype=torch.int64)
+        if all_reduce(torch.stack((own, -own)), self.axes, dist.ReduceOp.MAX).sum():
+            raise ValueError(f"the ranks have written other values into {self.name_of(parameter)!r}: write the same")
+        unit.forget_prefetched()
+        flat.adopt_one(values, index)
+        torch.autograd.graph.increment_version(parameter)
+        return True
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, *_: object) -> None:
@@ -250,6 +275,7 @@ class Engine:
         self.order.begin(Kind.FORWARD)
         if not self._keeps_units:
             self.reshard_all()
+        self.model._forward_hooks.move_to_end(self._last_hook)  # type: ignore[attr-defined]  # others use parameters
         if self._buffers is not None:
             self._buffers.sync()
         self.observers.on_forward_begin(self)
@@ -460,6 +486,9 @@ class Engine:
             start = end
             end += len(flags)
             pairs.append((gradient, is_present[start:end]))
+            if flags != is_present[start:end]:
+                is_foreign = list(map(operator.ne, flags, is_present[start:end]))
+                self.observers.on_foreign_gradients((gradient, is_foreign))
         return pairs
 
     def finish_gradients(self) -> None:

@@ -51,6 +51,7 @@ class Flat:
         self.master_dtype = spec.master_dtype if self.is_trainable else spec.dtype
         self.divisor = spec.divisor
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.original_dtypes = [parameter.dtype for parameter in self.parameters]
         self._strides = [_dense_stride(parameter) for parameter in self.parameters]
         self.ranges: list[slice] = []
         end = 0
@@ -193,11 +194,18 @@ class Flat:
             kept = self.values
             kept.copy_(values if kept is self.full else values[self._param_span])
 
-    def adopt_part(self, values: torch.Tensor) -> bool:
-        """Take over this rank's part of such values; return whether there was a new one."""
-        is_new = ~torch.isclose(values, self.master.to(values.dtype), rtol=0, atol=0, equal_nan=True)
-        self.master.copy_(torch.where(is_new, values.to(self.master_dtype), self.master))
+    def adopt_part(self, values: torch.Tensor, part: slice = slice(None)) -> bool:
+        """Take over this rank's part of such values, or ``part`` of that; return whether there was a new one."""
+        master = self.master[part]
+        is_new = ~torch.isclose(values, master.to(values.dtype), rtol=0, atol=0, equal_nan=True)
+        master.copy_(torch.where(is_new, values.to(self.master_dtype), master))
         return bool(is_new.any())
+
+    def adopt_one(self, values: torch.Tensor, index: int) -> None:
+        """Take over one parameter's full values, the same on all ranks, where parameters are sharded."""
+        self.adopt_part(self.part_of(values, self.state_span, index), self.part(self.state_span, index))
+        if self.values is not self.master:
+            self.values[self.part(self._param_span, index)] = self.part_of(values, self._param_span, index)
 
 
 def _held(row: Row) -> Placement:

@@ -50,6 +50,7 @@ class ShardedOptimizer(Optimizer):
         self.__dict__.update(shared)
         self._patch_step_function()
         self._engine = engine
+        self._user = user
         self._inner = _private_copy(user)
         self._step_inner = type(user).step.__wrapped__  # type: ignore[attr-defined]  # without torch's global hooks
         self._is_known = is_known(type(user))
@@ -315,6 +316,11 @@ class ShardedOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})
         self._join_slices()
+
+    def unwrapped(self, state_dict: dict[str, Any]) -> Optimizer:
+        """Return the given optimizer with these states."""
+        self._user.load_state_dict(state_dict)
+        return self._user
 
 
 def _private_copy(user: Optimizer) -> Optimizer:

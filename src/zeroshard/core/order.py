@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     SCHEDULE = "agree on the order of reductions"
     READ = "read gradients of unit"
     VALUES = "gather values"
+    WRITE = "write a parameter of unit"
     NORM = "add up norms"
     OVERFLOW = "look for overflows"
 
@@ -97,6 +98,8 @@ class Order:
         ``is_agreed``: all ranks do it in this pass, but each when it comes to it: so none waits for the others here,
         where they may wait for it in a collective of the user's.
         """
+        if self._announced is Kind.FORWARD and kind not in (Kind.BUFFERS, Kind.GATHER):
+            self._announced = None  # a forward without an event is not a pass: other ranks may not run it
         if self._announced is not None:
             self._switch(self._announced)
         event = Event(kind, unit)

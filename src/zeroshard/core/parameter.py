@@ -21,8 +21,10 @@ METHODS = (
 NEEDS_NO_VALUES = {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 NEEDS_NO_VALUES |= {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_grad", "grad_dtype")}
 NEEDS_NO_VALUES |= {getattr(torch.Tensor, name) for name in METHODS}
-NEEDS_NO_VALUES |= {torch.is_floating_point, torch.is_complex, torch.numel}
+NEEDS_NO_VALUES |= {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
 NEEDS_NO_VALUES |= {torch.autograd.grad, torch.autograd.backward}
+CONVERSIONS = {getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split()}
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -37,6 +39,9 @@ class ParameterOwner(Protocol):
     def use_outside(self, parameter: nn.Parameter) -> None:
         """Have the values of a parameter in memory, or raise."""
 
+    def write_outside(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """Replace the values of a parameter without having them, or return False."""
+
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter."""
 
@@ -49,6 +54,16 @@ class GuardedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in CONVERSIONS:  # as in model.to(device), which then assigns the data
+            with torch._C.DisableTorchFunctionSubclass():
+                probe = torch.empty([2] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+                if func(probe, *args[1:], **kwargs) is probe:
+                    return args[0]
+        if func == SET_DATA and args[1] is args[0]:
+            return None
+        is_write = func is torch.Tensor.copy_ and isinstance(args[0], cls) and not torch.is_grad_enabled()
+        if is_write and args[0]._zeroshard_core.write_outside(args[0], args[1]):
+            return args[0]
         if func not in NEEDS_NO_VALUES:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, GuardedParameter):
@@ -62,6 +77,9 @@ class GuardedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GuardedParameter({self._zeroshard_core.name_of(self)!r}, shape={tuple(self.shape)})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the same values, where they may be gathered."""

@@ -49,11 +49,13 @@ class Unit:
         if self.is_sharded:
             self._storage = self.sharded_flats[0].full.untyped_storage()
             self._nbytes = self._storage.nbytes()
+            self._own_uses = torch._C._storage_Use_Count(self._storage._cdata)
         self.is_trainable = bool(self.gradients)
         self.state = UnitState.UNSHARDED
         self.users = 0  # running module calls, blocks of gathered(): while there are any, it is not resharded
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self._classes = [type(parameter) for parameter in self.parameters]
+        self.views = [view for flat in flats for view in flat.views]  # what they are, where these have memory
+        self.classes = [type(parameter) for parameter in self.parameters]
         self._gathers = gathers
         self._transfer: Transfer | None = None  # while values are on their way
         self.refresh: Transfer | None = None  # of what this rank keeps, after a step
@@ -108,7 +110,7 @@ class Unit:
                 self._gathers.wait(self._transfer)
             self._transfer = None
         self.refresh = None
-        for parameter, original in zip(self.parameters, self._classes, strict=True):
+        for parameter, original in zip(self.parameters, self.classes, strict=True):
             parameter.__class__ = original
         self.state = UnitState.UNSHARDED
 
@@ -118,6 +120,23 @@ class Unit:
         self._storage.resize_(0)
         self._guard()
         self.state = UnitState.SHARDED
+
+    def forget_prefetched(self) -> None:
+        """Let values that this rank keeps be changed: forget what was gathered of them."""
+        self.reshard()
+        if self.refresh is not None:
+            self.finish_refresh()
+
+    def leave_used_memory(self) -> None:
+        """If others have views of gathered values (a state dict, an array, a graph), leave them, and use new memory."""
+        if not self.is_sharded or torch._C._storage_Use_Count(self._storage._cdata) == self._own_uses:
+            return
+        self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device).untyped_storage()
+        for flat in self.sharded_flats:
+            for tensor in (flat.full, *flat.views):
+                tensor.set_(self._storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for parameter, view in zip(flat.parameters, flat.views, strict=True):
+                parameter.data = view
 
     def keep(self) -> None:
         """Keep the full parameters for the next use, as if they had been prefetched for it; guard them until then."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.checks.observers import Observer
+from zeroshard.core.checks.structure import refuse_moved
 
 FIRST_COMPARISONS = 2  # of a unit
 _GET_VERSION = operator.attrgetter("_version")
@@ -32,6 +33,10 @@ class EditedMasters(Observer):
         for unit in engine.units:
             if not unit.is_sharded and any(flat.copies_master for flat in unit.flats):
                 self._take_over(unit)
+
+    def on_masters_used(self, engine: Any) -> None:
+        if not engine.gathered_count:  # its end keeps or undoes the edits
+            self.on_step(engine)
 
     def on_values_changed(self, engine: Any) -> None:
         for unit in engine.units:
@@ -63,6 +68,9 @@ class LostEdits(Observer):
             self._versions[unit] = _versions(unit)
 
     def on_reshard(self, unit: Any) -> None:
+        is_same = list(map(torch.Tensor.is_set_to, unit.parameters, unit.views))
+        if not all(is_same):
+            refuse_moved(_names(unit)[is_same.index(False)])
         before = self._versions.pop(unit, None)
         if before is None or before == _versions(unit):
             return

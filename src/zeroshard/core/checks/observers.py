@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 EVENTS = (
-    "on_unsharded on_reshard on_used_outside on_forward_begin on_backward_begin on_backward_end on_step "
-    "on_values_changed"
+    "on_unsharded on_reshard on_used_outside on_forward_begin on_backward_begin on_foreign_gradients on_backward_end "
+    "on_step on_masters_used on_values_changed"
 ).split()
 
 
@@ -29,11 +29,17 @@ class Observer:
     def on_backward_begin(self, engine: Any) -> None:
         """A backward has reached the model."""
 
+    def on_foreign_gradients(self, found: Any) -> None:
+        """Other ranks have gradients that this one has not: a gradient, and for each parameter whether that is so."""
+
     def on_backward_end(self, engine: Any) -> None:
         """A backward has ended."""
 
     def on_step(self, engine: Any) -> None:
-        """The optimizer is about to read gradients and change masters; or somebody else reads masters."""
+        """The optimizer is about to read gradients and change masters."""
+
+    def on_masters_used(self, engine: Any) -> None:
+        """Somebody else is about to read or change masters."""
 
     def on_values_changed(self, engine: Any) -> None:
         """The optimizer, or gathered(), has changed the parameters."""
