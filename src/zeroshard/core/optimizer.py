@@ -61,7 +61,7 @@ class ShardedOptimizer(Optimizer):
             self.load_state_dict(user.state_dict())
             user.state.clear()
         self._join_slices()
-        replace_methods(user)
+        self._user_attributes = replace_methods(user)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: this rank has a part of the states."""
@@ -319,6 +319,8 @@ class ShardedOptimizer(Optimizer):
 
     def unwrapped(self, state_dict: dict[str, Any]) -> Optimizer:
         """Return the given optimizer with these states."""
+        vars(self._user).clear()
+        vars(self._user).update(self._user_attributes)
         self._user.load_state_dict(state_dict)
         return self._user
 

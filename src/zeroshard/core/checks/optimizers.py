@@ -79,8 +79,12 @@ def is_known(kind: type[Optimizer]) -> bool:
     )
 
 
-def replace_methods(given: Optimizer) -> None:
-    """Let the optimizer that shard() was given raise. Its groups and hooks stay, for schedulers that have it."""
+def replace_methods(given: Optimizer) -> dict[str, Any]:
+    """Let the optimizer that shard() was given raise. Its groups and hooks stay, for schedulers that have it.
+
+    Return what it has had in its own dictionary.
+    """
+    before = dict(vars(given))
 
     def refuse(*args: Any, **options: Any) -> NoReturn:
         raise RuntimeError(
@@ -93,6 +97,7 @@ def replace_methods(given: Optimizer) -> None:
     for name in REPLACED_METHODS:
         if hasattr(given, name):
             setattr(given, name, refuse)
+    return before
 
 
 def names_to_add(parameters: list[Any], engine: Any) -> list[str]:
