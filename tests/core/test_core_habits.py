@@ -8,13 +8,13 @@ from typing import Any
 import plain
 import pytest
 import torch
-from core_runs import api, assert_same, no_sync, on_ranks
+from core_runs import api, assert_same, in_processes, no_sync, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import at_stages
 from plain import batches, net_loss, sharded, square_loss
-from ranks import RanksFailed
+from ranks import RanksFailed, seeded
 from torch import nn
-from zoo import built, make_net
+from zoo import InOrder, Mlp, built, make_net
 
 NET = make_net()
 
@@ -382,3 +382,47 @@ def test_a_view_that_a_model_has_returned_is_used_after_another_forward(units: A
             plain.take_step(optimizer, y.square().mean() + (view @ view.t()).square().mean())
 
     assert_same(built(ReturnsView), loop, data=plain.numbers(4, 8, 8), units=units, identical=False)
+
+
+class PartlyUsed(InOrder):
+    """Blocks, whose first one may have no gradient."""
+
+    uses_first = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *rest = self.blocks
+        y = first(x)
+        x = y if self.uses_first else x
+        for block in rest:
+            x = block(x)
+        return x
+
+
+def in_one_loss(rank: int, world: int, stage: int | None) -> list[torch.Tensor]:
+    """Train two models behind each other; the ranks use other blocks of the second. A plain run is all ranks."""
+    with seeded(5):
+        models: list[Any] = [PartlyUsed([Mlp(6, 6), Mlp(6, 6), Mlp(6, 6)]) for _ in range(2)]
+    optimizers: list[Any] = [plain.adamw(model) for model in models]
+    if stage is not None:
+        pairs = zip(models, optimizers, strict=True)
+        optimizers = [api.shard(each, own, stage=stage, units=(Mlp,), timeout=20)[1] for each, own in pairs]
+    for step in range(5):
+        for part in [rank] if stage is not None else range(world):
+            models[1].uses_first = part == 0 or step < 3
+            batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + part))
+            loss = models[1](models[0](batch)).square().mean()
+            (loss if stage is not None else loss / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if stage is None:
+        return [parameter.detach() for model in models for parameter in model.parameters()]
+    return [api.full_parameter(model, name) for model in models for name, _ in model.named_parameters()]
+
+
+@at_stages(0, 1, 2)  # in stage 3 a gather of a unit that another rank does not use raises
+def test_reductions_of_two_models_in_one_loss_are_not_mixed_up(stage: int) -> None:
+    """A rank that has no gradient of a unit reduces it after units of the other model that are as large."""
+    for found in in_processes(2, in_one_loss, 2, stage):
+        for ours, wanted in zip(found, in_one_loss(0, 2, None), strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)

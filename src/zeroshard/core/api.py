@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -69,8 +71,9 @@ def shard(
     device = _device_of(model, mesh)
     checker = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     _check_ranks(model, optimizers, config, checker)
-    own_axes = _axes_of_mesh(mesh, checker, device)
-    others = {prefix: _axes_of_mesh(submesh, checker, device) for prefix, submesh in (axes or {}).items()}
+    purpose = _purpose_of_groups(checker)
+    own_axes = _axes_of_mesh(mesh, checker, device, purpose)
+    others = {prefix: _axes_of_mesh(submesh, checker, device, purpose) for prefix, submesh in (axes or {}).items()}
     context = Context(own_axes, config, device, checker, Pool(device, config.defragment), default_observers())
     engine = Builder(model, context, axes_by_prefix(own_axes, others)).build()
     model.__dict__["_zeroshard_core"] = engine
@@ -232,16 +235,31 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return device
 
 
-def _axes_of_mesh(mesh: DeviceMesh | None, checker: ConsistencyChecker, device: torch.device) -> tuple[Axis, ...]:
+def _axes_of_mesh(
+    mesh: DeviceMesh | None, checker: ConsistencyChecker, device: torch.device, purpose: str
+) -> tuple[Axis, ...]:
     found, tensor_axis = mesh_axes(mesh)
     if tensor_axis.size > 1:
         _refuse("a mesh with a tensor axis")
     axes = []
     for axis in found:
         backend = group_backend(axis.group, device)
-        reductions = axis.group
+        own = axis.group
         if axis.group is not None and axis.size > 1 and backend in ("nccl", "gloo"):
             ranks = dist.get_process_group_ranks(axis.group)
-            reductions = find_or_create_group(ranks, "zeroshard core: reductions")
-        axes.append(Axis(axis.size, axis.rank, axis.group, reductions, backend, checker))
+            own = find_or_create_group(ranks, purpose)
+        axes.append(Axis(axis.size, axis.rank, axis.group, own, backend, checker))
     return tuple(axes)
+
+
+# Which models live, by the number that the first rank has given them: groups of one that is gone are used again.
+_MODELS: weakref.WeakValueDictionary[int, ConsistencyChecker] = weakref.WeakValueDictionary()
+
+
+def _purpose_of_groups(checker: ConsistencyChecker) -> str:
+    """Return a description of a model's own groups, the same on all its ranks, that no living model's groups have."""
+    number = next(number for number in itertools.count() if number not in _MODELS)
+    if checker.rank == 0:  # decides: garbage is not collected at the same time on all ranks
+        _MODELS[number] = checker
+    agreed = checker.broadcast_text("number of its process groups", str(number))
+    return f"zeroshard core {checker.global_ranks[0]}.{agreed}"

@@ -29,14 +29,15 @@ Steps = Iterator[None]  # of a transfer: each yield is where a collective is und
 class Axis:
     """Ranks that exchange states. The innermost axis of a mesh has the fastest links.
 
-    Gradients are reduced in a process group of their own. A rank that does not use a unit reduces it later than the
-    others; in a group that others use too, the ranks would start collectives in different orders.
+    All but all-gathers run in a process group that nothing else uses, neither the user nor another model: a rank that
+    does not use a unit reduces it later than the others, and in a group that others use, too, ranks would start
+    collectives in different orders.
     """
 
     size: int
     rank: int
     group: dist.ProcessGroup | None
-    reduction_group: dist.ProcessGroup | None
+    own_group: dist.ProcessGroup | None
     backend: str  # "nccl", "gloo", …
     checker: ConsistencyChecker
 
@@ -54,28 +55,28 @@ class Axis:
         """
         if self.backend == "gloo":
             received = torch.empty_like(summand)
-            work = dist.all_to_all_single(received, summand, group=self.reduction_group, async_op=True)
+            work = dist.all_to_all_single(received, summand, group=self.own_group, async_op=True)
             return work, partial(sum_in_order, output, received.view(self.size, -1))
         is_apart = output.untyped_storage().data_ptr() != summand.untyped_storage().data_ptr()
         if is_apart or self.backend in REDUCES_IN_PLACE:
-            return _reduce_scatter(output, summand, _SUM[is_averaged], self.reduction_group, async_op=True), None
+            return _reduce_scatter(output, summand, _SUM[is_averaged], self.own_group, async_op=True), None
         result = torch.empty_like(output)
-        work = _reduce_scatter(result, summand, _SUM[is_averaged], self.reduction_group, async_op=True)
+        work = _reduce_scatter(result, summand, _SUM[is_averaged], self.own_group, async_op=True)
         return work, partial(output.copy_, result)
 
     def start_all_reduce(self, tensor: torch.Tensor, is_averaged: bool) -> Any:
         """Start to add up a gradient over the ranks, in place."""
-        return dist.all_reduce(tensor, _SUM[is_averaged], self.reduction_group, async_op=True)
+        return dist.all_reduce(tensor, _SUM[is_averaged], self.own_group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a small tensor over the ranks, in place."""
         if self.size > 1:
-            self.wait(dist.all_reduce(tensor, op, self.group, async_op=True))
+            self.wait(dist.all_reduce(tensor, op, self.own_group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Give all ranks the tensor of one of them."""
         if self.size > 1 and tensor.numel():
-            self.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+            self.wait(dist.broadcast(tensor, group=self.own_group, group_src=source, async_op=True))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective. Where that blocks the host, raise if another rank will never join it."""
