@@ -15,6 +15,8 @@ from plain import batches, net_loss, sharded, shares
 from torch import nn
 from zoo import make_net
 
+import zeroshard
+
 NET = make_net()
 FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": 1024.0, "timeout": 20}
 
@@ -133,3 +135,15 @@ def test_losses_with_and_without_a_scale_in_one_backward_are_refused() -> None:
     loss = optimizer.scale(net_loss(model, first)) + net_loss(model, second)
     with pytest.raises(RuntimeError, match=r"call optimizer\.scale\(\) on the sum"):
         loss.backward()
+
+
+@every_stage
+def test_a_rank_that_does_not_scale_is_noticed(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(NET, plain.sgd, stage=stage, **FP16)
+        loss = net_loss(model, batches(1)[0])
+        with pytest.raises(zeroshard.RanksDisagreeError, match="scaled loss"):
+            (optimizer.scale(loss) if rank else loss).backward()
+            optimizer.step()
+
+    on_ranks(2, body)

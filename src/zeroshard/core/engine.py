@@ -470,7 +470,8 @@ class Engine:
         is_present = [flag for _, flags in own for flag in flags]
         if any(axis.size > 1 for axis in self.axes):
             self.order.record(Kind.FLAGS)
-            sent = bytes(is_present) + digest(self.groups, [gradient.has_grad for gradient, _ in own])
+            is_scaled = any(gradient.summand_factor is not None for gradient, _ in own)
+            sent = bytes(is_present) + digest(self.groups, [gradient.has_grad for gradient, _ in own], is_scaled)
             if sent != self._sent:
                 self._sent = sent
                 self._flags = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(self.device, non_blocking=True)

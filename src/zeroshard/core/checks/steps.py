@@ -17,13 +17,13 @@ Groups = list[tuple[dict[str, Any], list[int]]]  # of an optimizer, and the ids 
 DIGEST_BYTES = 4
 
 
-def digest(optimizers: list[Groups], has_grad: list[list[bool]]) -> bytes:
+def digest(optimizers: list[Groups], has_grad: list[list[bool]], is_scaled: bool) -> bytes:
     """Return digests and their complements: a byte and its complement add up to 255 if all ranks send the same.
 
     Of the options, those count that are numbers, and not on a GPU.
 
-    >>> own, other = (digest([[({"lr": rate}, [])]], []) for rate in (0.1, 0.2))
-    >>> [a + b for a, b in zip(own[4:8], own[12:], strict=True)], own[4:8] == other[4:8], own[:4] == other[:4]
+    >>> own, other = (digest([[({"lr": rate}, [])]], [], False) for rate in (0.1, 0.2))
+    >>> [a + b for a, b in zip(own[4:8], own[16:20], strict=True)], own[4:8] == other[4:8], own[:4] == other[:4]
     ([255, 255, 255, 255], True, False)
     """
     numbers = []
@@ -34,7 +34,7 @@ def digest(optimizers: list[Groups], has_grad: list[list[bool]]) -> bytes:
             values = value if isinstance(value, tuple) else [value]
             if all(isinstance(each, (int, float)) for each in values):
                 numbers.append((name, value))
-    own = b"".join(crc32(repr(each).encode()).to_bytes(DIGEST_BYTES) for each in (numbers, has_grad))
+    own = b"".join(crc32(repr(each).encode()).to_bytes(DIGEST_BYTES) for each in (numbers, has_grad, is_scaled))
     return own + bytes([255 - byte for byte in own])
 
 
@@ -58,6 +58,8 @@ def check_step(known: Groups, groups: list[dict[str, Any]], engine: Any) -> None
         if all(is_equal):
             continue
         engine.answers.clear()  # an error is raised once
+        if not all(is_equal[2 * DIGEST_BYTES :]):
+            raise RanksDisagreeError("a scaled loss on some ranks only: call optimizer.scale(loss) on all or on none")
         if all(is_equal[:DIGEST_BYTES]):
             raise RanksDisagreeError(
                 "some ranks have cleared gradients before the last backward, and others have not, but these are "
