@@ -264,6 +264,9 @@ def test_norms_that_are_not_finite(bad: float, stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(NET, plain.sgd, stage=stage, timeout=20)
         assert optimizer.clip_grad_norm_(1.0) == 0  # of no gradients
+        for kind in (0, -1, -INF, float("nan")):
+            with pytest.raises(ValueError, match="norm_type is a positive number or infinity"):
+                optimizer.clip_grad_norm_(1.0, kind)
         (net_loss(model, plain.ONE_BATCH) * (bad if rank == 1 else 1.0)).backward()
         with pytest.raises(RuntimeError, match="norm"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)

@@ -230,6 +230,8 @@ class ShardedOptimizer(Optimizer):
 
         Return the norm before. All ranks call it together.
         """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type is a positive number or infinity, got {norm_type}")
         slices = self._gradient_slices()
         engine = self._engine
         gradients = engine.gradient_of
