@@ -151,11 +151,12 @@ class Engine:
         if not absent:
             return
         with torch._C._DisableFuncTorch(), torch.no_grad():
+            self._following = None
             for unit in absent:
                 if unit.is_sharded:
                     self.order.record(Kind.GATHER, unit)
                     unit.start_unshard()
-            self._following = self.order.next_gather()
+                    self._following = self.order.next_gather()
             if self._following is not None and self._prefetches:
                 self._following.start_unshard()
             for unit in absent:
