@@ -147,3 +147,13 @@ def test_a_rank_that_does_not_scale_is_noticed(stage: int) -> None:
             optimizer.step()
 
     on_ranks(2, body)
+
+
+def test_a_loaded_scale_forgets_overflows() -> None:
+    model, optimizer = sharded(NET, plain.sgd, stage=1, **FP16)
+    for factor in (float("inf"), 1.0):
+        optimizer.scale(net_loss(model, batches(1)[0]) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.loss_scale_state() == ([512.0, 0.0] if factor != 1.0 else [512.0, 1.0])
+        optimizer.load_loss_scale(optimizer.loss_scale_state())

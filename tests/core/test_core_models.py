@@ -9,7 +9,7 @@ from typing import Any
 import plain
 import pytest
 import torch
-from core_runs import api, assert_same, in_processes, on_ranks
+from core_runs import api, assert_same, in_processes, new_core, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import at_stages, every_stage
 from plain import ONE_BATCH, batches, net_loss, sharded, square_loss, take_step
@@ -534,3 +534,17 @@ def overlap() -> nn.Module:
 def test_parameters_over_one_memory_are_refused(stage: int) -> None:
     with pytest.raises(ValueError, match="two parameters over one memory"):
         api.shard(overlap(), stage=stage)
+
+
+@new_core
+def test_blocks_of_gathered_may_be_nested_though_values_are_kept() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(NET, plain.sgd, stage=3)
+        with api.gathered(model):
+            before = plain.copied(model)
+            with api.gathered(model):
+                kept = [parameter.detach() for parameter in model.parameters()]
+            plain.assert_equal(plain.copied(model), before)
+            assert all(torch.equal(a, b) for a, b in zip(kept, before.values(), strict=True))
+
+    on_ranks(2, body)

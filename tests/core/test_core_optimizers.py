@@ -12,7 +12,7 @@ import plain
 import pytest
 import torch
 import torch.distributed as dist
-from core_runs import api, assert_same, in_processes, on_ranks
+from core_runs import api, assert_same, in_processes, new_core, on_ranks
 from core_runs import tested_core as tested_core
 from pairs import at_stages
 from plain import batches, net_loss
@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zoo import make_net
 
 import zeroshard
+from zeroshard.core.fused_adam import FusedAdam
 
 NET = make_net()
 
@@ -618,3 +619,33 @@ def test_states_are_not_read_by_parameter(access: str) -> None:
     plain.take_step(optimizer, net_loss(model, batches(1)[0]))
     with pytest.raises(RuntimeError, match="has no states of whole parameters"):
         ACCESSES[access](optimizer.state, model.temperature)
+
+
+class Launches:
+    """A kernel that notes which elements it would update."""
+
+    def prepare(self, tensors: Any, slice_count: int) -> Any:
+        return [(row.slice_index, row.master.numel()) for row in tensors], slice_count
+
+    def run(self, launch: Any, steps: Any, *_: Any) -> None:
+        rows, slice_count = launch
+        assert slice_count == len(steps)
+        self.updated = sum(numel for _, numel in rows)
+
+
+@new_core
+def test_a_fused_step_updates_what_has_a_gradient() -> None:
+    """Slices are divided when a parameter has no gradient: the first piece begins where the whole has begun."""
+    model = nn.ModuleDict({"first": nn.Linear(8, 8, bias=False), "second": nn.Linear(8, 8, bias=False)})
+    model, optimizer = api.shard(model, torch.optim.AdamW(model.parameters()), stage=1)
+    kernel = Launches()
+    fused = FusedAdam(optimizer._inner, model._zeroshard_core, kernel)  # type: ignore[arg-type]
+    fused.can_step = lambda: True  # type: ignore[method-assign]
+    optimizer._fused = fused
+    x = torch.ones(1, 8)
+    for names in (("first", "second"), ("first",), ("first", "second")):
+        for name in names:
+            model[name](x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert kernel.updated == 64 * len(names)

@@ -429,6 +429,7 @@ class Engine:
     def _forget_backward(self) -> None:
         self._backward = None
         self._queue.clear()
+        self._reducer.wait()  # before anything is freed
         for gradient in self.gradients:
             gradient.collect()
         self._finish_reductions()
@@ -440,6 +441,7 @@ class Engine:
     def _start_reduce(self, unit: Unit, is_last: bool) -> None:
         """Start to reduce a unit's gradients, as far as the table says."""
         self.order.record(Kind.REDUCE, unit, is_agreed=self._backward is not None)
+        self._reducer.begin_unit()
         for gradient in unit.gradients:
             flat = gradient.flat
             if not (is_last or flat.reduces_every_backward):
@@ -479,7 +481,9 @@ class Engine:
             found = all_reduce(self._flags.clone(), self.axes, dist.ReduceOp.MAX)
             answer = found[len(is_present) :].to("cpu", non_blocking=True)
             is_later = self.device.type == "cuda"
-            self.answers.append((answer, record_blocking_event(torch.cuda.current_stream()) if is_later else None))
+            event = record_blocking_event(torch.cuda.current_stream(self.device)) if is_later else None
+            if self.groups:
+                self.answers.append((answer, event))
             if not all(is_present):
                 is_present = [bool(flag) for flag in found[: len(is_present)].tolist()]
         pairs = []
@@ -520,11 +524,11 @@ class Engine:
 
     def norms(self, handles: list[GradientHandle], order: float) -> list[torch.Tensor]:
         """Return the norms of whole gradients: a collective."""
-        parts = [[handle.owner.part(handle)] for handle in handles]
-        for number, handle in enumerate(handles):
+        parts = []
+        for handle in handles:
             flat = handle.owner.flat
-            if not flat.layout.counts(flat.grad_placements):
-                parts[number] = []
+            part = handle.owner.part(handle)
+            parts.append(part if flat.layout.counts(flat.grad_placements) else part[:0])
         self.order.record(Kind.NORM)
         found = norms_over_ranks(parts, order, self.axes, self.device)
         return [norm.to(handle.dtype) for norm, handle in zip(found.unbind(), handles, strict=True)]

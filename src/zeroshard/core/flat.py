@@ -154,12 +154,10 @@ class Flat:
 
     @property
     def kept_sizes(self) -> list[int]:
-        """Bytes of what :meth:`allocate` keeps: full values, the master, and a copy with another placement."""
-        has_copy = self.is_sharded and self.param_placements != self.state_placements
+        """Bytes of what :meth:`allocate` keeps on any mesh: full values, and the master."""
         return [
             0 if self.is_sharded else self.layout.numel * self.dtype.itemsize,
             (self.state_span.stop - self.state_span.start) * self.master_dtype.itemsize if self.has_own_master else 0,
-            (self._param_span.stop - self._param_span.start) * self.dtype.itemsize if has_copy else 0,
         ]
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +10,12 @@ from torch.optim import Optimizer
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.slices import Slice
+from zeroshard.engine import GradScale
 from zeroshard.optim.fused_adam.fused_adam import FusedAdamKernel, kernel_for
 from zeroshard.optim.fused_adam.launch_table import SliceTensors
 from zeroshard.optim.hyperparams import ADAM_STATE_KEYS, fused_hyperparams_from_group
 
 MAX_PREPARED_LAUNCHES = 16  # gradient addresses alternate between steps
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What the kernel multiplies gradients with as it reads them."""
-
-    inv_scale: torch.Tensor | None = None
-    clip_coef: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
 
 class FusedAdam:
@@ -34,7 +25,7 @@ class FusedAdam:
         self._inner = inner
         self._engine = engine
         self._kernel: Any = kernel
-        self._launches: dict[tuple[int, ...], Any] = {}  # by the addresses they are valid for
+        self._launches: dict[Any, Any] = {}  # by the addresses they are valid for
 
     @classmethod
     def of(cls, inner: Optimizer, engine: Engine) -> FusedAdam | None:
@@ -69,14 +60,14 @@ class FusedAdam:
             if found_inf is not None:  # an overflow does not count as a step
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _factors(self, slices: list[Slice], found_inf: torch.Tensor | None) -> Factors:
+    def _factors(self, slices: list[Slice], found_inf: torch.Tensor | None) -> GradScale:
         """Return what the kernel multiplies the gradients of all slices with."""
         gradients = [self._engine.gradient_of[each.flat] for each in slices]
         factor = gradients[0].factor
         if any(gradient.factor is not factor for gradient in gradients):
             for gradient in gradients:
                 gradient.set_factor(None)
-        return Factors(clip_coef=gradients[0].factor, found_inf=found_inf)
+        return GradScale(clip_coef=gradients[0].factor, found_inf=found_inf)
 
     def _state(self, each: Slice) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state[each.values]
@@ -89,7 +80,8 @@ class FusedAdam:
 
     def _launch(self, slices: list[Slice], states: list[dict[str, Any]]) -> Any:
         tensors = list(self._tensors(slices, states))
-        key = tuple(0 if tensor is None else tensor.data_ptr() for row in tensors for tensor in row[1:])
+        rows = [(row.slice_index, row.master.numel(), *map(_address, row[1:])) for row in tensors]
+        key = (len(slices), *rows)
         if key not in self._launches:
             if len(self._launches) == MAX_PREPARED_LAUNCHES:
                 self._launches.clear()
@@ -105,3 +97,7 @@ class FusedAdam:
             written = flat.kept_master[each.span_of(flat.state_span, each.indices)] if flat.copies_master else None
             if gradient.numel():
                 yield SliceTensors(number, gradient, each.values.data, exp_avg, exp_avg_sq, written)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -59,6 +59,7 @@ class LossScale:
         self._scale = torch.full_like(self._scale, state[0])
         self._growth_tracker = torch.full_like(self._growth_tracker, int(state[1]))
         self._inverse = 1 / self._scale
+        self._has_overflowed.zero_()
         self._has_stepped = False
 
     def find_overflow(self, parts: list[torch.Tensor], axes: tuple[Axis, ...], is_scaled: bool) -> torch.Tensor:
@@ -107,9 +108,8 @@ def _note_backward(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
     known = _note(torch._C._current_graph_task_id(), inverse)
     if known is None or (known is not inverse and bool(known != inverse)):
         raise RuntimeError(
-            f"one loss of this backward was multiplied by optimizer.scale(loss), and another one "
-            f"{'was not' if known is None else 'by another scale'}: their gradients cannot be separated. Add the "
-            "losses first, and call optimizer.scale() on the sum"
+            "one loss of this backward was multiplied by optimizer.scale(loss), and another one was not, or by another "
+            "scale: their gradients cannot be separated. Add the losses first, and call optimizer.scale() on the sum"
         )
 
 

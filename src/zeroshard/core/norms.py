@@ -11,23 +11,19 @@ from zeroshard.core.axis import Axis, all_reduce
 
 
 def norms_over_ranks(
-    parts: list[list[torch.Tensor]], order: float, axes: tuple[Axis, ...], device: torch.device
+    parts: list[torch.Tensor], order: float, axes: tuple[Axis, ...], device: torch.device, is_total: bool = False
 ) -> torch.Tensor:
-    """Return the norm of each list of tensors, together with those that the other ranks have for it: a collective.
+    """Return the norm of each tensor, or of all, together with those that the other ranks have for it: a collective.
 
-    The result is in fp32, or in fp64 if any tensor is.
+    The result is in fp32, or in fp64 if any tensor is. It is the same in each run, and no host waits for it.
     """
-    parts = [[part for part in one if part.numel()] for one in parts]
-    flat_parts = [part for one in parts for part in one]
-    dtype = torch.float64 if any(part.dtype is torch.float64 for part in flat_parts) else torch.float32
-    local = torch._foreach_norm(flat_parts, order, dtype=dtype) if flat_parts else []
-    powers = torch.zeros(len(parts), dtype=dtype, device=device)
-    if local:
-        values = torch.stack(list(local))
-        owners = torch.tensor([number for number, one in enumerate(parts) for _ in one], device=device)
-        if math.isinf(order):
-            powers.scatter_reduce_(0, owners, values.nan_to_num(nan=math.inf, posinf=math.inf), "amax")
-        else:
-            powers.index_add_(0, owners, values**order)
-    all_reduce(powers, axes, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
-    return powers if math.isinf(order) else powers ** (1 / order)
+    dtype = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    held = [part for part in parts if part.numel()]
+    found = iter(torch._foreach_norm(held, order, dtype=dtype) if held else ())
+    zero = torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack([next(found) if part.numel() else zero for part in parts] or [zero])
+    if math.isinf(order):
+        norms.nan_to_num_(nan=math.inf, posinf=math.inf)
+        return all_reduce(norms.amax().view(1) if is_total else norms, axes, dist.ReduceOp.MAX)
+    powers = norms**order
+    return all_reduce(powers.sum().view(1) if is_total else powers, axes) ** (1 / order)

@@ -243,7 +243,7 @@ class ShardedOptimizer(Optimizer):
                 gradients[flat].set_factor(None)
         parts = [each.gradient(gradients) for each in slices if each.flat.layout.counts(each.flat.grad_placements)]
         engine.order.record(Kind.NORM)
-        total = norms_over_ranks([parts], norm_type, engine.axes, engine.device)[0]
+        total = norms_over_ranks(parts, norm_type, engine.axes, engine.device, is_total=True)[0]
         total = total if earlier is None else total * earlier
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the gradient norm is {total.item()}: the gradients were not clipped")

@@ -34,6 +34,12 @@ class Reducer:
         self._queue = TransferQueue(device)
         self._segments = _segments_of(gradients)
         self._pending: deque[Transfer] = deque()
+        self._unpacked: list[Transfer] = []  # of the present unit
+
+    def begin_unit(self) -> None:
+        """Wait for summands of the unit before, which are reduced where they are: so two units' are in memory."""
+        while self._unpacked:
+            self._queue.wait(self._unpacked.pop())
 
     def start(self, gradient: Gradient, to: Placements) -> None:
         """Start to reduce a gradient: its summands, and what earlier backwards have reduced only in part."""
@@ -56,6 +62,8 @@ class Reducer:
         """Wait until at most so many buckets are under way."""
         while len(self._pending) > most:
             self._queue.wait(self._pending.popleft())
+        if not most:
+            self.begin_unit()
 
     def _launch(self, steps: Steps, kept: object) -> None:
         self.wait(self._bucket_count - 1)
@@ -103,7 +111,8 @@ class Reducer:
         elif not is_packed and hops:
             output = torch.empty_like(gradient.reduced)  # type: ignore[arg-type]
         steps = _reduce(flat, layout, bucket, gradient.reduced, to, is_first, output)  # type: ignore[arg-type]
-        self._launch(steps, kept=(bucket, output))
+        launched = self._pending if is_packed else self._unpacked
+        launched.append(self._queue.start(steps, kept=(bucket, output, gradient.reduced)))
 
     def _reduce_columns(self, gradient: Gradient, summands: list[torch.Tensor | None], to: Placements) -> None:
         """Reduce a flat that is larger than a bucket."""
@@ -119,7 +128,7 @@ class Reducer:
             bucket = _pack_columns(flat, summands, columns)
             layout = Layout(flat.layout.axes, bucket.numel())
             target = rows[:, columns]
-            output = target if is_first and target.is_contiguous() else None
+            output = target.view(-1) if is_first and target.is_contiguous() else None
             steps = _reduce(flat, layout, bucket, target, to, is_first, output)
             self._launch(steps, kept=(bucket, summands, rows))
 
@@ -137,7 +146,6 @@ def _reduce(
 
     ``output``: where a reduce-scatter writes, if not into the bucket.
     """
-    output = output if output is None else output.view(-1)
     result = yield from layout.redistribute(bucket, layout.partial, to, output=output, is_averaged=flat.is_averaged)
     if not flat.is_averaged and flat.divisor > 1 and to == flat.grad_placements:
         result.mul_(1 / flat.divisor)

@@ -129,7 +129,7 @@ class Unit:
 
     def leave_used_memory(self) -> None:
         """If others have views of gathered values (a state dict, an array, a graph), leave them, and use new memory."""
-        if not self.is_sharded or torch._C._storage_Use_Count(self._storage._cdata) == self._own_uses:
+        if not self.is_sharded or self.users > 1 or torch._C._storage_Use_Count(self._storage._cdata) == self._own_uses:
             return
         self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device).untyped_storage()
         for flat in self.sharded_flats:
