@@ -290,7 +290,7 @@ def freeze_on_one_rank(rank: int, stage: int) -> str:
 
 @every_stage
 def test_a_parameter_that_one_rank_has_frozen_is_refused(stage: int) -> None:
-    texts = in_processes(2, freeze_on_one_rank, stage)
+    texts = in_processes(2, freeze_on_one_rank, stage, fresh=True)
     assert f"'{NAME}' is frozen on this rank" in texts[1]
     assert "rank 1" in texts[0]
 
