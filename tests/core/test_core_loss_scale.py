@@ -10,10 +10,10 @@ import pytest
 import torch
 from core_runs import MAX_NORM, on_ranks
 from core_runs import tested_core as tested_core
-from pairs import every_stage
+from pairs import at_stages, every_stage
 from plain import batches, net_loss, sharded, shares
 from torch import nn
-from zoo import make_net
+from zoo import built, make_net
 
 import zeroshard
 
@@ -21,14 +21,14 @@ NET = make_net()
 FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": 1024.0, "timeout": 20}
 
 
-def assert_about_as_plain(loop: Any, world: int = 2, **options: Any) -> None:
+def assert_about_as_plain(loop: Any, base: nn.Module = NET, world: int = 2, **options: Any) -> None:
     """Assert that a loop trains about as the plain run in fp32 does: within a tenth of what a parameter moves."""
     data = batches(6, rows=24)
-    wanted = plain.run_plain(NET, plain.sgd, data, loop)
-    start = plain.copied(NET)
+    wanted = plain.run_plain(base, plain.sgd, data, loop)
+    start = plain.copied(base)
 
     def body(rank: int) -> plain.Tensors:
-        model, optimizer = sharded(NET, plain.sgd, **FP16, **options)
+        model, optimizer = sharded(base, plain.sgd, **FP16, **options)
         numbers = loop(model, optimizer, shares(data, rank, world))
         return plain.outcome(plain.masters(model), numbers)
 
@@ -96,6 +96,32 @@ def assign(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore:precision=")
 def test_gradients_of_scaled_losses_are_added_as_those_of_others(loop: Any, stage: int) -> None:
     assert_about_as_plain(loop, stage=stage)
+
+
+class WithScalar(nn.Module):
+    """A parameter that only the loss uses: its gradient arrives before those of the modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.scalar = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(ids)
+        return found
+
+
+@at_stages(0, 1, 2)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_gradient_that_arrives_before_those_of_modules_has_their_scale(backwards: int, stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            for _ in range(backwards):
+                scaled(optimizer, net_loss(model, batch) + model.scalar.square().sum() * 0.01).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_about_as_plain(loop, built(WithScalar), stage=stage)
 
 
 @every_stage

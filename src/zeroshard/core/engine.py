@@ -393,9 +393,7 @@ class Engine:
         if not self._keeps_units:
             self.reshard(unit)
         self._ready.add(unit)
-        awaited = set(self._used_outside.values())
-        if awaited:
-            awaited = {late for number, late in self._used_outside.items() if number not in self._arrived}
+        awaited = {late for number, late in self._used_outside.items() if number not in self._arrived}
         while self._queue and self._queue[0] in self._ready and self._queue[0] not in awaited:
             self._start_reduce(self._queue.popleft(), self._is_last)
 

@@ -138,7 +138,7 @@ class Gradient:
         """Add a summand of this rank."""
         if not is_in_backward():
             summand = summand if self.summand_factor is None else summand / self.summand_factor
-        elif RUNNING or self.summand_factor is not None:
+        elif (RUNNING or self.summand_factor is not None) and self.summand_factor is not inverse_scale():
             self.set_summand_factor(inverse_scale(), arrived=index)
         now = self.local[index]
         if now is None:
@@ -229,8 +229,6 @@ class Gradient:
 
         ``arrived``: the parameter of which autograd has just put a gradient of this backward into ``parameter.grad``.
         """
-        if self.summand_factor is factor and arrived is not None:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             parameter = None if arrived is None else self.flat.parameters[arrived]
             kept = None if parameter is None else parameter._grad
@@ -243,6 +241,7 @@ class Gradient:
                 self.summand_factor = factor
             if parameter is not None:
                 parameter._grad = kept
+                self.collect()
 
     def _need_reduced(self, handle: GradientHandle) -> None:
         if handle is not self._handles[handle.number]:
